@@ -1,0 +1,56 @@
+"""hf_speedkit: packed, proven and measured fine-tuning for the Hugging Face Trainer.
+
+Names below are resolved on first use (PEP 562), so `import hf_speedkit` imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "IsolationError": "hf_speedkit.core.errors",
+    "KernelAssertionError": "hf_speedkit.core.errors",
+    "KernelAssertionCallback": "hf_speedkit.trainer.callbacks",
+    "PackedBatchSampler": "hf_speedkit.packing.sampler",
+    "PackedCollator": "hf_speedkit.packing.collator",
+    "SpeedSFTConfig": "hf_speedkit.trainer.config",
+    "SpeedSFTTrainer": "hf_speedkit.trainer.sft",
+    "SpeedkitError": "hf_speedkit.core.errors",
+    "ThroughputCallback": "hf_speedkit.trainer.callbacks",
+    "assert_isolation": "hf_speedkit.packing.isolation",
+    "assert_kernels": "hf_speedkit.kernels.inspection",
+    "attach": "hf_speedkit.trainer.callbacks",
+    "check_kernels": "hf_speedkit.kernels.inspection",
+    "plan_packing": "hf_speedkit.packing.planner",
+}
+
+__all__ = ["__version__", *sorted(_HOMES)]
+
+if TYPE_CHECKING:
+    from hf_speedkit.core.errors import IsolationError, KernelAssertionError, SpeedkitError
+    from hf_speedkit.kernels.inspection import assert_kernels, check_kernels
+    from hf_speedkit.packing.collator import PackedCollator
+    from hf_speedkit.packing.isolation import assert_isolation
+    from hf_speedkit.packing.planner import plan_packing
+    from hf_speedkit.packing.sampler import PackedBatchSampler
+    from hf_speedkit.trainer.callbacks import KernelAssertionCallback, ThroughputCallback, attach
+    from hf_speedkit.trainer.config import SpeedSFTConfig
+    from hf_speedkit.trainer.sft import SpeedSFTTrainer
+
+
+def __getattr__(name: str) -> object:
+    """Import the home of a public name on first use."""
+    try:
+        home = _HOMES[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

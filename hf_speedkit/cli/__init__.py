@@ -1,0 +1,1 @@
+"""The `hf-speedkit` command, one file per subcommand; heavy imports happen inside the commands."""

@@ -1,0 +1,1 @@
+"""The glue: callbacks and trainer classes for transformers and TRL."""
