@@ -93,8 +93,10 @@ class IsolationReport:
         output_change: largest change of its log-probabilities when every other document is replaced.
         gradient_leak: largest gradient of its log-probabilities at other documents' embeddings.
         own_gradient: largest such gradient at its own embeddings (must be > 0, else the probe is dead).
+        others_change: largest change of the replaced documents' log-probabilities (must be > 0 likewise).
         tolerance: the bound both leaks were held to.
         leaks: names of the operations that leak, where they could be told apart.
+        operations: operations that were looked at one by one.
     """
 
     passed: bool
@@ -103,8 +105,10 @@ class IsolationReport:
     output_change: float
     gradient_leak: float
     own_gradient: float
+    others_change: float
     tolerance: float
     leaks: tuple[str, ...] = ()
+    operations: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,158 @@
+"""Where documents begin and end in a packed batch, read from its metadata and never from token values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hf_speedkit.core.errors import PackingError
+
+if TYPE_CHECKING:
+    import torch
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A document's place in the row: positions `start` to `stop` (exclusive)."""
+
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        """Tokens of the document."""
+        return self.stop - self.start
+
+
+def packed_documents(batch: Mapping[str, object]) -> tuple[Document, ...]:
+    """The segments of a packed row, a padding tail included.
+
+    Args:
+        batch: holds `cu_seq_lens_q` (int, [N + 1]) or `position_ids` (int, [1, T]); where both are there they must agree.
+
+    Returns:
+        N documents in row order. Reading them costs a device synchronisation: call it at start-up, not per step.
+
+    Raises:
+        PackingError: no boundary metadata, or two sources that disagree.
+    """
+    from_lengths = _from_cu_seq_lens(batch)
+    from_positions = _from_position_ids(batch)
+    if from_lengths is None and from_positions is None:
+        raise PackingError(
+            "the batch says nothing about document boundaries",
+            evidence=(f"keys: {', '.join(sorted(batch))}",),
+            mend="collate with hf_speedkit.PackedCollator, which emits position_ids, cu_seq_lens_q/k and seq_idx",
+        )
+    if from_lengths is not None and from_positions is not None and from_lengths != from_positions:
+        raise PackingError(
+            "position_ids and cu_seq_lens_q describe different documents",
+            evidence=(f"cu_seq_lens_q: {_starts(from_lengths)}", f"position_ids: {_starts(from_positions)}"),
+            mend="restart position_ids in each document; boundaries must have one source of truth",
+        )
+    documents = from_lengths if from_lengths is not None else from_positions
+    assert documents is not None
+    return documents
+
+
+def check_packed_batch(batch: Mapping[str, object], *, required: Sequence[str] = ()) -> tuple[Document, ...]:
+    """Check that a batch is one packed row that states its boundaries once and completely.
+
+    Args:
+        batch: what the collator made; input_ids and labels int64 [1, T].
+        required: further keys that the model's layers need (for example "seq_idx").
+
+    Returns:
+        The documents of the row.
+
+    Raises:
+        PackingError: more than one row, a mask beside boundaries, positions that do not restart, labels that score a
+            document's first token, or a missing key. Flags such as `padding_free=True` are not looked at: only the
+            batch that training would see counts.
+    """
+    input_ids = _tensor(batch, "input_ids")
+    if input_ids.ndim != 2 or input_ids.shape[0] != 1:
+        raise PackingError(
+            f"a packed batch is one row [1, slots], this one is {list(input_ids.shape)}",
+            evidence=("kernels read document boundaries only from a single flattened row",),
+            mend="collate with hf_speedkit.PackedCollator; concatenate the rows of a batch instead of stacking them",
+        )
+    if batch.get("attention_mask") is not None:
+        raise PackingError(
+            "the batch holds an attention_mask beside document boundaries",
+            evidence=("an all-ones mask switches transformers' packed detection off: every document would be seen",),
+            mend="drop attention_mask from packed batches",
+        )
+    positions = batch.get("position_ids")
+    if positions is not None and getattr(positions, "ndim", 2) != 2:
+        raise PackingError(
+            f"position_ids of shape {list(getattr(positions, 'shape', ()))} carry no document boundaries",
+            evidence=("packed detection reads [1, slots]; mRoPE models need a fourth, text axis: [4, 1, slots]",),
+            mend="pass position_ids as [1, slots] for text",
+        )
+    missing = [key for key in ("position_ids", *required) if batch.get(key) is None]
+    if missing:
+        raise PackingError(
+            f"the packed batch lacks {', '.join(missing)}",
+            evidence=("without it a layer treats the row as one document",),
+            mend="collate with hf_speedkit.PackedCollator",
+        )
+    documents = packed_documents(batch)
+    labels = batch.get("labels")
+    if labels is not None:
+        _check_labels(_tensor(batch, "labels"), documents)
+    return documents
+
+
+def _check_labels(labels: torch.Tensor, documents: tuple[Document, ...]) -> None:
+    starts = [document.start for document in documents]
+    scored = [start for start in starts if int(labels[0, start]) != IGNORE_INDEX]
+    if scored:
+        raise PackingError(
+            f"labels score the first token of {len(scored)} of {len(documents)} documents",
+            evidence=(f"row positions {scored[:5]}: each would be predicted from another document's last token",),
+            mend=f"set labels to {IGNORE_INDEX} at every document's first token (PackedCollator does)",
+        )
+
+
+def _from_cu_seq_lens(batch: Mapping[str, object]) -> tuple[Document, ...] | None:
+    if batch.get("cu_seq_lens_q") is None:
+        return None
+    edges = [int(edge) for edge in _tensor(batch, "cu_seq_lens_q").tolist()]
+    slots = int(_tensor(batch, "input_ids").shape[-1])
+    if edges[0] != 0 or edges[-1] != slots or any(a >= b for a, b in zip(edges[:-1], edges[1:], strict=True)):
+        raise PackingError(
+            "cu_seq_lens_q must rise from 0 to the number of slots",
+            evidence=(f"got {edges[:3]} ... {edges[-2:]} for {slots} slots",),
+            mend="collate with hf_speedkit.PackedCollator",
+        )
+    return tuple(Document(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True))
+
+
+def _from_position_ids(batch: Mapping[str, object]) -> tuple[Document, ...] | None:
+    if batch.get("position_ids") is None:
+        return None
+    positions = _tensor(batch, "position_ids")[0]
+    # A new document is where the position does not follow its neighbour: any constant first position works (V14).
+    breaks = (positions[1:] != positions[:-1] + 1).nonzero().flatten() + 1
+    edges = [0, *(int(edge) for edge in breaks.tolist()), int(positions.shape[0])]
+    return tuple(Document(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True))
+
+
+def _tensor(batch: Mapping[str, object], key: str) -> torch.Tensor:
+    import torch
+
+    value = batch.get(key)
+    if not isinstance(value, torch.Tensor):
+        raise PackingError(
+            f"the batch's {key} is {type(value).__name__}, expected a tensor",
+            mend="collate with hf_speedkit.PackedCollator",
+        )
+    return value
+
+
+def _starts(documents: tuple[Document, ...]) -> str:
+    return f"{len(documents)} documents starting at {[document.start for document in documents[:8]]}"

@@ -1,0 +1,127 @@
+"""Which operation of a layer lets documents see one another: convolution, recurrence or attention.
+
+A leak seen from outside does not say where it is, and a convolution leak hides a recurrence leak behind it. So each
+operation is asked on its own: when it is called for the first time, it is called once more with every other document's
+inputs replaced, and its output for the document under test must not move.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+# Module globals that mix positions, as transformers 5.23's modeling files name them (`use_kernelized_func`).
+_FUNCTIONS = {
+    "causal_conv1d_fn": "convolution",
+    "torch_chunk_gated_delta_rule": "recurrence",
+    "chunk_gated_delta_rule": "recurrence",
+    "torch_chunk_kda": "recurrence",
+    "chunk_kda": "recurrence",
+}
+
+
+class OperationProbe:
+    """While active, checks the first call of each position-mixing operation of a model.
+
+    Args:
+        model: the model whose forward is about to run.
+        start, stop: positions of the document under test.
+        slots: length of the row, T.
+    """
+
+    def __init__(self, model: torch.nn.Module, start: int, stop: int, slots: int) -> None:
+        self._model, self._start, self._stop, self._slots = model, start, stop, slots
+        self._moved: dict[str, float] = {}
+        self._undo: list[Callable[[], None]] = []
+
+    def operations(self) -> tuple[str, ...]:
+        """Names of the operations that were reached."""
+        return tuple(self._moved)
+
+    def leaks(self) -> tuple[str, ...]:
+        """Names of the operations whose output moved."""
+        return tuple(name for name, change in self._moved.items() if change > 0.0)
+
+    def __enter__(self) -> OperationProbe:
+        for module in self._modeling_files():
+            for function, name in _FUNCTIONS.items():
+                original = vars(module).get(function)
+                if callable(original):
+                    setattr(module, function, self._watched(original, name))
+                    self._undo.append(lambda m=module, f=function, o=original: setattr(m, f, o))  # type: ignore[misc]
+        for layer in self._model.modules():
+            if type(layer).__name__.endswith("Attention") and "Linear" not in type(layer).__name__:
+                handle = layer.register_forward_hook(self._attention_hook, with_kwargs=True)
+                self._undo.append(handle.remove)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def _modeling_files(self) -> list[ModuleType]:
+        names = {type(layer).__module__ for layer in self._model.modules()}
+        return [sys.modules[name] for name in sorted(names) if name in sys.modules]
+
+    def _watched(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            output = function(*args, **kwargs)
+            if name not in self._moved:
+                self._ask(name, function, args, kwargs, output)
+            return output
+
+        return watched
+
+    def _attention_hook(self, layer: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        # A cross-attention has a second input; only self-attention over the row can be asked this way.
+        if "attention" not in self._moved:
+            # `forward` and not the module: the call is inside its own hook, and under FSDP2 its weights are here now.
+            self._ask("attention", layer.forward, args, kwargs, output)
+
+    def _ask(self, name: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        import torch
+
+        self._moved[name] = 0.0  # first, so that a nested call of the same name is not asked again
+        with torch.no_grad():
+            changed = call(*(self._replaced(a) for a in args), **{k: self._replaced(v) for k, v in kwargs.items()})
+        before, after = _first(output), _first(changed)
+        axis = self._axis(before)
+        if axis is None:
+            del self._moved[name]
+            return
+        length = self._stop - self._start
+        difference = (after.detach().float() - before.detach().float()).abs().narrow(axis, self._start, length)
+        self._moved[name] = float(torch.nan_to_num(difference, nan=float("inf")).max())
+
+    def _replaced(self, value: Any) -> Any:
+        """The tensor with other documents' positions changed; anything without a position axis as it is."""
+        import torch
+
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        axis = self._axis(value)
+        if axis is None:
+            return value
+        # Negated and halved: other numbers, but the same range, so that decays and gates stay what they are.
+        changed = value.detach() * 0.5 if bool((value <= 0).all()) or bool((value >= 0).all()) else value.detach() * -0.5
+        inside = value.detach().narrow(axis, self._start, self._stop - self._start)
+        changed.narrow(axis, self._start, self._stop - self._start).copy_(inside)
+        return changed
+
+    def _axis(self, value: torch.Tensor) -> int | None:
+        """The position axis of [B, T, ...] or of a channels-first [B, D, T]; None where there is none."""
+        if value.ndim < 2:
+            return None
+        if value.ndim == 3 and value.shape[2] == self._slots and value.shape[1] != self._slots:
+            return 2
+        return 1 if value.shape[1] == self._slots else None
+
+
+def _first(output: Any) -> torch.Tensor:
+    tensor: torch.Tensor = output[0] if isinstance(output, (tuple, list)) else output
+    return tensor

@@ -1,0 +1,162 @@
+"""`SpeedSFTConfig`: TRL's SFTConfig with packing, proof and metrics on by default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from trl import SFTConfig
+
+from hf_speedkit.core.errors import ConfigurationError
+
+_STRATEGIES = ("auto", "fifo_close", "best_fit_decreasing", "next_fit")
+_OVERLONG = ("error", "split", "truncate", "drop")
+_ASSERTIONS = ("auto", "strict", "warn", "off")
+# TRL's names for what we do as well, so that an SFTConfig can be moved over unchanged.
+_TRL_STRATEGIES = {"bfd": "best_fit_decreasing", "bfd_split": "best_fit_decreasing"}
+
+
+@dataclass
+class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
+    """Settings of `SpeedSFTTrainer`: every SFTConfig setting, and these.
+
+    Args:
+        packing: pack documents into rows of one fixed shape (on by default here).
+        packing_strategy: "auto" (the fuller of the next two), "fifo_close", "best_fit_decreasing" or "next_fit".
+        tokens_per_batch: slots of one micro-batch on one device, a single row [1, tokens_per_batch]. None means
+            max_length x per_device_train_batch_size, which is what TRL would have computed.
+        overlong: what to do with documents longer than a row: "error", "split", "truncate" or "drop". Whatever is
+            cut or dropped is counted in the summary.
+        chat_template_kwargs: passed to the chat template of every conversation, for example
+            {"enable_thinking": False}, without which Qwen3.8's template writes a line on reasoning effort into each.
+        kernel_assertion: "strict" refuses to train on a slow or unproven kernel, "warn" says so, "off" looks at
+            nothing; "auto" is strict on a GPU and a report on a CPU.
+        isolation_check: prove before step 1 that packed documents do not see one another.
+        throughput: log tokens per second and the parts of a step through `Trainer.log`.
+        step_log: also write one JSON line a step to `output_dir/speedkit_steps.jsonl`.
+        allow_existing_output: train into an output_dir that already holds a run.
+
+    These SFTConfig defaults differ: `packing` is on, `logging_nan_inf_filter` is off (it shows a non-finite loss as 0),
+    `per_device_eval_batch_size` is 1 (one row a forward), and `per_device_train_batch_size` becomes 1: a micro-batch is
+    one row, and its size is `tokens_per_batch`. `max_length` becomes None: documents are limited by the row.
+
+    Raises:
+        ConfigurationError: settings that cannot work, with the one to change.
+    """
+
+    packing: bool = field(default=True, metadata={"help": "Pack documents into rows of one fixed shape."})
+    packing_strategy: str = field(
+        default="auto",
+        metadata={
+            "help": f"How documents are put together: {', '.join(_STRATEGIES)} (TRL's bfd and bfd_split are understood).",
+            "choices": [*_STRATEGIES, *_TRL_STRATEGIES, "wrapped"],
+        },
+    )
+    tokens_per_batch: int | None = field(
+        default=None,
+        metadata={"help": "Slots of one micro-batch. Default: max_length x per_device_train_batch_size."},
+    )
+    overlong: str = field(
+        default="error",
+        metadata={"help": "Documents longer than a row: error, split, truncate or drop.", "choices": list(_OVERLONG)},
+    )
+    chat_template_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "Passed to the chat template of every conversation."},
+    )
+    kernel_assertion: str = field(
+        default="auto",
+        metadata={
+            "help": "strict, warn, off; auto is strict on a GPU and a report on a CPU.",
+            "choices": list(_ASSERTIONS),
+        },
+    )
+    isolation_check: bool = field(
+        default=True,
+        metadata={"help": "Prove before step 1 that packed documents do not see one another."},
+    )
+    throughput: bool = field(default=True, metadata={"help": "Log tokens per second and the parts of a step."})
+    step_log: bool = field(default=True, metadata={"help": "Write one JSON line a step into output_dir."})
+    allow_existing_output: bool = field(
+        default=False, metadata={"help": "Train into an output_dir that already holds a run."}
+    )
+    logging_nan_inf_filter: bool = field(
+        default=False, metadata={"help": "Replace non-finite losses in the log. Off: they are shown as they are."}
+    )
+    per_device_eval_batch_size: int = field(
+        default=1, metadata={"help": "Packed rows per evaluation forward pass."}
+    )
+
+    _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "chat_template_kwargs"]  # noqa: RUF012
+
+    def __post_init__(self) -> None:
+        """Check the settings and settle the shape of a micro-batch."""
+        super().__post_init__()
+        self._check_choices()
+        if self.packing:
+            self._settle_packing()
+
+    def _check_choices(self) -> None:
+        for name, choices in (
+            ("overlong", _OVERLONG),
+            ("kernel_assertion", _ASSERTIONS),
+            ("packing_strategy", (*_STRATEGIES, *_TRL_STRATEGIES, "wrapped")),
+        ):
+            value = getattr(self, name)
+            if value not in choices:
+                raise ConfigurationError(
+                    f"{name}={value!r} is not a choice", mend=f"{name} is one of: {', '.join(choices)}"
+                )
+
+    def _settle_packing(self) -> None:
+        if self.packing_strategy == "wrapped":
+            raise ConfigurationError(
+                'packing_strategy="wrapped" cuts documents anywhere and lets them attend to one another',
+                mend='packing_strategy="auto" packs whole documents at more than 99 % of the row',
+            )
+        if self.packing_strategy == "bfd_split":
+            self.overlong = "split"
+        self.packing_strategy = _TRL_STRATEGIES.get(self.packing_strategy, self.packing_strategy)
+        if self.padding_free:
+            raise ConfigurationError(
+                "padding_free=True is part of packing here and must not be set beside it",
+                evidence=("TRL would replace the collator, and the rows would have a new shape every step",),
+                mend="leave padding_free unset; packing=True is enough",
+            )
+        if self.tokens_per_batch is None:
+            if self.max_length is None:
+                raise ConfigurationError(
+                    "the length of a packed row is not set",
+                    mend="set tokens_per_batch, for example tokens_per_batch=8192",
+                )
+            self.tokens_per_batch = self.max_length * self.per_device_train_batch_size
+        if self.tokens_per_batch < 2:
+            raise ConfigurationError(
+                f"tokens_per_batch={self.tokens_per_batch} leaves no token to predict",
+                mend="set tokens_per_batch to at least the longest document",
+            )
+        if self.per_device_eval_batch_size != 1:
+            raise ConfigurationError(
+                f"per_device_eval_batch_size={self.per_device_eval_batch_size} with packing",
+                evidence=("a forward pass takes one row of tokens_per_batch slots; more rows would be a new shape",),
+                mend="per_device_eval_batch_size=1",
+            )
+        if self.auto_find_batch_size:
+            raise ConfigurationError(
+                "auto_find_batch_size cannot shrink a packed row",
+                mend="lower tokens_per_batch instead, or raise gradient_accumulation_steps",
+            )
+        self.per_device_train_batch_size = 1
+        # TRL would cut every document at max_length (1,024 by default) without a word.
+        self.max_length = None
+
+    @classmethod
+    def from_sft_config(cls, args: SFTConfig) -> SpeedSFTConfig:
+        """The same settings with this class's additions at their defaults.
+
+        `packing` stays as `args` has it: a config made for SFTTrainer says what its user wants.
+        """
+        values = {f.name: getattr(args, f.name) for f in fields(args) if f.init}
+        values["hub_token"] = args.hub_token
+        values["per_device_eval_batch_size"] = 1 if args.packing else args.per_device_eval_batch_size
+        return cls(**values)
