@@ -145,6 +145,7 @@ class TokenCounts:
         real: slots that hold a document's token.
         target: labels != -100, i.e. tokens that enter the loss.
         documents: training examples.
+        squared_lengths: sum over documents of their length squared; attention FLOPs follow from it.
 
     `None` where a batch does not say (for example labels that live on the device).
     """
@@ -153,6 +154,7 @@ class TokenCounts:
     real: int | None
     target: int | None
     documents: int | None
+    squared_lengths: int | None = None
 
     def __add__(self, other: TokenCounts) -> TokenCounts:
         """Sum field by field; unknown plus anything is unknown."""
@@ -163,10 +165,11 @@ class TokenCounts:
             real=_add(self.real, other.real),
             target=_add(self.target, other.target),
             documents=_add(self.documents, other.documents),
+            squared_lengths=_add(self.squared_lengths, other.squared_lengths),
         )
 
 
-NO_TOKENS = TokenCounts(slots=0, real=0, target=0, documents=0)
+NO_TOKENS = TokenCounts(slots=0, real=0, target=0, documents=0, squared_lengths=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,14 +180,19 @@ class StepRecord:
         step: global step after the step ended (first step = 1).
         micro_batches: forward/backward passes of the accumulation window.
         tokens: sum over them.
-        step_time_s: end of the previous step to end of this one, data wait included.
+        step_time_s: end of the previous step to end of this one, data wait included, the three pauses below left out.
         data_wait_s: time the loop waited for its batches.
         host_time_s: time the host needed to issue the step, waits on the device excluded.
         device_time_s: device span of the step.
+        device_wait_s: time the host was seen waiting for the device.
+        eval_time_s: evaluation between the previous step and this one; not in `step_time_s`, like the next two.
+        save_time_s: checkpoint writing, likewise.
+        log_time_s: logging, likewise.
         exposed_comm_s: communication not hidden behind computation.
         launches: kernels, memcpy and memset started.
         flops: model FLOPs (forward and backward, no recompute).
         compiled_kernels: kernels compiled or autotuned during the step.
+        nonfinite: whether the loss or a gradient was NaN or infinite.
         excluded: why the step must not enter a rate ("warm-up", "resume", "traced", ...); None if it may.
     """
 
@@ -195,10 +203,15 @@ class StepRecord:
     data_wait_s: float | None = None
     host_time_s: float | None = None
     device_time_s: float | None = None
+    device_wait_s: float | None = None
+    eval_time_s: float = 0.0
+    save_time_s: float = 0.0
+    log_time_s: float = 0.0
     exposed_comm_s: float | None = None
     launches: int | None = None
     flops: float | None = None
     compiled_kernels: int | None = None
+    nonfinite: bool | None = None
     excluded: str | None = None
 
 
@@ -219,6 +232,42 @@ class Finding:
     message: str
     evidence: tuple[str, ...]
     advice: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuInfo:
+    """One visible GPU, as NVML describes it.
+
+    Args:
+        name: product name.
+        memory_gib: total memory.
+        compute_capability: (major, minor); None where the driver does not say.
+    """
+
+    name: str
+    memory_gib: float
+    compute_capability: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuUsage:
+    """Means over one window of one GPU's samples; None for what the driver does not report.
+
+    Args:
+        samples: how many samples the means are of.
+        utilization_percent: share of time with any kernel running, 0..100; says nothing about how well it ran.
+        power_w: board power.
+        sm_clock_mhz: clock of the multiprocessors.
+        memory_gib: memory in use on the board, by all processes.
+        throttled_percent: share of samples in which the driver held the clock back for power or heat, 0..100.
+    """
+
+    samples: int
+    utilization_percent: float | None = None
+    power_w: float | None = None
+    sm_clock_mhz: float | None = None
+    memory_gib: float | None = None
+    throttled_percent: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
