@@ -1,0 +1,38 @@
+# One file for people and CI. `make demo` and `make test` need only Python >= 3.10; both work in .venv.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+CONSTRAINTS = .ci/constraints.txt
+RUN = env -u PYTHONPATH
+
+.PHONY: help demo test lint unit gpu-test clean install-demo install-dev
+
+help: ## What there is
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
+
+install-demo:
+	@$(PYTHON) scripts/install.py --venv $(VENV) --extras demo --constraints $(CONSTRAINTS)
+
+install-dev:
+	@$(PYTHON) scripts/install.py --venv $(VENV) --extras dev --constraints $(CONSTRAINTS)
+
+demo: install-demo ## Install, fine-tune a tiny Qwen3.5 on real conversations, print what happened (minutes, no GPU)
+	@rm -rf runs/tiny_sft
+	$(RUN) $(BIN)/accelerate launch recipes/qwen27b_sft.py --config recipes/tiny_sft.yaml
+
+test: install-dev lint unit ## Everything CI runs: style, types, room contracts, every CPU test
+
+lint:
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+unit: # two processes of one thread each: the CI machine has two cores
+	$(RUN) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+gpu-test: ## The tests marked gpu, on a machine with an NVIDIA GPU and the kernels installed
+	$(PYTHON) -m pytest -m gpu -p no:cacheprovider
+
+clean: ## Remove what the targets above made
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

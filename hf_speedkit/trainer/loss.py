@@ -1,0 +1,137 @@
+"""TRL's loss and metrics without its host reads: sums stay on the device and are reduced once per logging step.
+
+TRL 1.16 reads five scalars from the device and gathers four tensors over the ranks in every micro-batch, between forward
+and backward (sft_trainer.py:1640-1653). The loss here is the same number. Entropy and accuracy are weighted by target
+tokens, where TRL takes the mean of the micro-batches' means; with micro-batches of equal target counts both agree.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from trl import SFTTrainer
+
+from hf_speedkit.core.records import NO_TOKENS, TokenCounts
+
+
+class TokenSums(NamedTuple):
+    """Sums over the micro-batches of a window and over all ranks."""
+
+    targets: float
+    entropy: float
+    correct: float
+    nll: float
+    real: float
+
+
+class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
+    """SFTTrainer whose per-step metrics add no synchronisation and no collective."""
+
+    _sums: dict[str, torch.Tensor | None]
+    _real_tokens: dict[str, int]
+
+    def _reset_sums(self, mode: str) -> None:
+        # Set on first use, not in __init__: TRL's constructor may already log.
+        self.__dict__.setdefault("_sums", {})[mode] = None
+        self.__dict__.setdefault("_real_tokens", {})[mode] = 0
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """TRL's loss of one micro-batch.
+
+        Args:
+            model: the prepared model.
+            inputs: one micro-batch; `token_counts` (a TokenCounts) is taken out before the model sees it.
+            return_outputs: handed to TRL, which then runs a second forward pass.
+            num_items_in_batch: target tokens of the whole accumulation window over all ranks.
+
+        Returns:
+            The loss (scalar tensor), or what TRL returns where this class steps aside: label smoothing, a custom loss,
+            DFT, a mixture of experts with its auxiliary loss, and sequence parallelism.
+        """
+        mode = "train" if self.model.training else "eval"
+        counts = inputs.pop("token_counts", None)
+        if counts is not None:
+            self.count_tokens(mode, counts)
+        if return_outputs or not self._is_plain_nll():
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        outputs = model(**{**inputs, "use_cache": False}, fused_lm_head=True)
+        nll = -outputs.log_probs.sum()
+        targets = outputs.label_mask.sum()
+        # Clamped: a row without targets (it keeps the ranks in step) must give zero, not 0 / 0.
+        loss = nll / torch.as_tensor(targets if num_items_in_batch is None else num_items_in_batch).clamp(min=1)
+        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
+            # The divisor counts every rank's targets, and the ranks' gradients are averaged, not summed.
+            loss = loss * self.accelerator.num_processes
+        self._add_sums(mode, torch.stack((targets, outputs.entropy.sum(), outputs.is_top1.sum(), nll)))
+        return loss
+
+    def count_tokens(self, mode: str, counts: TokenCounts) -> None:
+        """Take note of a micro-batch's tokens; host integers, so this costs nothing."""
+        if not hasattr(self, "_real_tokens") or mode not in self._real_tokens:
+            self._reset_sums(mode)
+        self._real_tokens[mode] += (counts.real if counts.real is not None else counts.slots) or NO_TOKENS.slots
+
+    def _is_plain_nll(self) -> bool:
+        parallel = self.accelerator.parallelism_config
+        return (
+            self.compute_loss_func is None
+            and self.label_smoother is None
+            and self.args.loss_type == "nll"
+            and not self.aux_loss_enabled
+            and (parallel is None or parallel.total_size == parallel.data_parallel_size)
+        )
+
+    def _add_sums(self, mode: str, sums: torch.Tensor) -> None:
+        if not hasattr(self, "_sums") or mode not in self._sums:
+            self._reset_sums(mode)
+        total = self._sums[mode]
+        sums = sums.detach().to(torch.float64)
+        self._sums[mode] = sums if total is None else total + sums
+
+    def _reduced_sums(self, mode: str) -> TokenSums | None:
+        """The window's sums over all ranks; every rank must call it. One collective and one host read."""
+        sums = getattr(self, "_sums", {}).get(mode)
+        if sums is None:
+            return None
+        real = torch.tensor([self._real_tokens[mode]], dtype=torch.float64, device=sums.device)
+        # The host read of a logging step: it happens where Trainer reads its loss anyway.
+        return TokenSums(*self.accelerator.reduce(torch.cat((sums, real)), "sum").tolist())
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's log with the window's sums filled in; must be called on every rank."""
+        mode = "train" if self.model.training else "eval"
+        sums = self._reduced_sums(mode)
+        if sums is not None:
+            self._fill_metrics(mode, sums)
+            self._reset_sums(mode)
+        super().log(logs, start_time)
+
+    def _fill_metrics(self, mode: str, sums: TokenSums) -> None:
+        metrics = self._metrics[mode]
+        targets = max(sums.targets, 1.0)
+        metrics["entropy"] = [sums.entropy / targets]
+        metrics["mean_token_accuracy"] = [sums.correct / targets]
+        if mode == "train":
+            self._total_train_tokens += int(sums.real)
+        metrics["num_tokens"] = [self._total_train_tokens]
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's evaluation with a token-weighted loss.
+
+        Trainer averages the rows' means, so that its number depends on batch size and packing; the mean over target
+        tokens does not (case V26).
+        """
+        prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
+        self._reset_sums("eval")
+        output = super().evaluation_loop(*args, **kwargs)
+        sums = self._reduced_sums("eval")
+        if sums is not None and sums.targets > 0 and f"{prefix}_loss" in output.metrics:
+            output.metrics[f"{prefix}_loss"] = sums.nll / sums.targets
+        return output

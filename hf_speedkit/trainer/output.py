@@ -1,0 +1,38 @@
+"""The output directory: a run is never written over another one by accident."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hf_speedkit.core.errors import ConfigurationError
+
+STEP_LOG_NAME = "speedkit_steps.jsonl"
+# What a finished or interrupted run leaves behind, cheapest look first.
+_TRACES_OF_A_RUN = (STEP_LOG_NAME, "trainer_state.json", "model.safetensors", "model.safetensors.index.json",
+                    "adapter_model.safetensors")  # fmt: skip
+
+
+def existing_run(output_dir: str | Path) -> str | None:
+    """The name of a file or checkpoint in `output_dir` that shows a run was there; None if there is none."""
+    directory = Path(output_dir)
+    for name in _TRACES_OF_A_RUN:
+        if (directory / name).exists():
+            return name
+    checkpoints = sorted(path.name for path in directory.glob("checkpoint-*") if path.is_dir())
+    return checkpoints[-1] if checkpoints else None
+
+
+def refuse_existing_run(output_dir: str | Path, found: str | None) -> None:
+    """Stop if a run was found.
+
+    Raises:
+        ConfigurationError: with the three ways to go on: resume, another directory, or on purpose.
+    """
+    if found is None:
+        return
+    raise ConfigurationError(
+        f"output_dir {str(output_dir)!r} already holds a run",
+        evidence=(f"found {found}",),
+        mend="choose another output_dir, or continue that run with resume_from_checkpoint=true",
+        regardless="allow_existing_output=true writes over it",
+    )

@@ -1,0 +1,285 @@
+"""`SpeedSFTTrainer`: a drop-in SFTTrainer that packs to one shape, proves what it runs and measures it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedModel, TrainerCallback
+from trl import SFTConfig
+
+from hf_speedkit.core.errors import ConfigurationError, DatasetError
+from hf_speedkit.core.records import DocumentReport, TokenCounts
+from hf_speedkit.kernels.bindings import bind_references
+from hf_speedkit.packing.collator import PackedCollator
+from hf_speedkit.packing.documents import document_lengths, prepare_documents
+from hf_speedkit.packing.families import refuse_leaking_family
+from hf_speedkit.packing.sampler import PackedBatchSampler
+from hf_speedkit.trainer.attach import attach
+from hf_speedkit.trainer.config import SpeedSFTConfig
+from hf_speedkit.trainer.inputs import check_dataset, with_template_kwargs
+from hf_speedkit.trainer.loss import DeviceMetrics
+from hf_speedkit.trainer.output import STEP_LOG_NAME, existing_run, refuse_existing_run
+from hf_speedkit.trainer.sinks import JsonlSink
+from hf_speedkit.trainer.startup import StartupProof
+from hf_speedkit.trainer.throughput_callback import ThroughputCallback
+
+logger = logging.getLogger(__name__)
+
+
+class SpeedSFTTrainer(DeviceMetrics):
+    """SFTTrainer with packing, proof and metrics on by default; same signature.
+
+    TRL tokenizes and masks. Then documents are checked and counted, planned into rows of `tokens_per_batch` slots anew
+    every epoch, collated as one row [1, tokens_per_batch] a micro-batch, and before step 1 the kernels are inspected and
+    documents are shown not to see one another. Every logging step carries tokens per second through `Trainer.log`.
+
+    Args:
+        model: as for SFTTrainer.
+        args: a SpeedSFTConfig. A plain SFTConfig is taken over as it is: packed if it says packing=True.
+        data_collator: only without packing; packing brings its own.
+        train_dataset, eval_dataset, processing_class: as for SFTTrainer.
+        compute_loss_func, compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs,
+        preprocess_logits_for_metrics, quantization_config, peft_config, formatting_func: as for SFTTrainer.
+
+    Raises:
+        ConfigurationError, DatasetError, PackingError: before anything is tokenized or written.
+        KernelAssertionError, IsolationError: from `train()`, before step 1.
+    """
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        args: SFTConfig | None = None,
+        data_collator: Any = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[..., Any] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        formatting_func: Callable[..., Any] | None = None,
+    ) -> None:
+        args = _speed_config(args, model)
+        self._existing_run = None if args.allow_existing_output else existing_run(args.output_dir)
+        self._reports: dict[str, DocumentReport] = {}
+        self._train_sampler: PackedBatchSampler | None = None
+        self.packing_active = args.packing
+        for name, dataset in _named(train_dataset, eval_dataset):
+            check_dataset(dataset, text_field=args.dataset_text_field, formatting_func=formatting_func, name=name)
+        if self.packing_active:
+            _check_packing_request(args, data_collator, train_dataset, model)
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            formatting_func=formatting_func,
+        )
+        if self.packing_active:
+            refuse_leaking_family(self.model.config.get_text_config().model_type)
+            self._refuse_split_rows()
+            # TRL refuses a collator of one's own beside packing, so it takes its place afterwards.
+            self.data_collator = PackedCollator(self._tokenizer.pad_token_id, args.tokens_per_batch)
+        self.startup = StartupProof(self)
+        self.throughput = self._throughput_callback() if args.throughput else None
+        attach(self, *(callback for callback in (self.startup, self.throughput) if callback is not None))
+
+    # ---- data -------------------------------------------------------------------------------------------------------
+
+    def _prepare_dataset(
+        self, dataset: Any, processing_class: Any, args: SpeedSFTConfig, packing: bool, formatting_func: Any, name: str
+    ) -> Any:
+        """TRL's tokenization and masks; its packing is replaced by ours."""
+        if not packing:
+            return super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, name)
+        dataset = with_template_kwargs(dataset, args)
+        dataset = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, name)
+        dataset, report = prepare_documents(
+            dataset, tokens_per_batch=args.tokens_per_batch, overlong=args.overlong
+        )
+        self._reports[name] = report
+        logger.info("%s documents: %s", name, report.sentence())
+        return dataset
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        if not self.packing_active:
+            return super()._get_train_sampler(train_dataset)
+        self._train_sampler = self._packed_sampler(dataset, train=True)
+        return self._train_sampler
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        if not self._eval_is_packed():
+            return super()._get_eval_sampler(eval_dataset)
+        return self._packed_sampler(eval_dataset, train=False)
+
+    def _eval_is_packed(self) -> bool:
+        return self.packing_active if self.args.eval_packing is None else bool(self.args.eval_packing)
+
+    def _packed_sampler(self, dataset: Dataset, *, train: bool) -> PackedBatchSampler:
+        args = self.args
+        return PackedBatchSampler(
+            document_lengths(dataset),
+            tokens_per_batch=args.tokens_per_batch,
+            epochs=self._epochs(dataset) if train else 1,
+            world_size=args.world_size,
+            rank=args.process_index,
+            gradient_accumulation_steps=args.gradient_accumulation_steps if train else 1,
+            strategy=args.packing_strategy,
+            seed=args.data_seed if args.data_seed is not None else args.seed,
+            shuffle=train and args.train_sampling_strategy != "sequential",
+        )
+
+    def _epochs(self, dataset: Dataset) -> int:
+        """Epochs the run will see; the sampler must know them, for it keeps their length equal."""
+        if self.args.max_steps <= 0:
+            return max(1, math.ceil(self.args.num_train_epochs))
+        slots = self.args.tokens_per_batch * self.args.world_size * self.args.gradient_accumulation_steps
+        # No epoch is shorter than its tokens' share of the step's slots.
+        steps_per_epoch = max(1, math.ceil(int(document_lengths(dataset).sum()) / slots))
+        return max(1, math.ceil(self.args.max_steps / steps_per_epoch))
+
+    def set_sampler_epoch(self, global_step: int) -> None:
+        """Set the sampler's epoch from the number of optimizer steps taken."""
+        if self._train_sampler is not None:
+            steps = len(self._train_sampler) // self.args.gradient_accumulation_steps
+            self._train_sampler.set_epoch(global_step // max(steps, 1))
+
+    def collate_probe_batch(self) -> dict[str, Any]:
+        """A real packed row of at least two documents on this rank's device, without touching the loader's state."""
+        assert self._train_sampler is not None
+        slots = self.args.tokens_per_batch
+        packs = self._train_sampler.plan(0).packs
+        pack = next((p for p in packs if len(p) >= 3), None)
+        indices = list(pack) if pack is not None else list(range(min(3, len(self.train_dataset))))
+        # Documents of half a row and more never share one: cut three of them, for the probe only.
+        limit = slots if pack is not None else slots // 3
+        rows = [
+            {key: self.train_dataset[index][key][:limit] for key in ("input_ids", "labels")} for index in indices
+        ]
+        if len(rows) == 1:  # a data set of one document: the probe needs a neighbour
+            rows = [{key: value[: slots // 3] for key, value in rows[0].items()}] * 3
+        batch: dict[str, Any] = self._prepare_inputs(self.data_collator(rows))
+        return batch
+
+    def count_tokens(self, mode: str, counts: TokenCounts) -> None:
+        """Hand a micro-batch's counts to the metrics."""
+        super().count_tokens(mode, counts)
+        if mode == "train" and self.throughput is not None:
+            self.throughput.count(counts)
+
+    # ---- running ----------------------------------------------------------------------------------------------------
+
+    @property
+    def kernel_mode(self) -> str:
+        """How kernels are asserted: "strict", "warn", "off", or "report" (a CPU has no fused kernels to demand)."""
+        mode: str = self.args.kernel_assertion
+        if mode != "auto":
+            return mode
+        return "report" if self.args.device.type == "cpu" else "strict"
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Prove, then train; see Trainer.train.
+
+        Raises:
+            ConfigurationError: output_dir holds another run and this is no resume.
+            KernelAssertionError, IsolationError: before step 1, on all ranks.
+        """
+        if not resume_from_checkpoint:
+            refuse_existing_run(self.args.output_dir, self._existing_run)
+        self._existing_run = None  # from here on what lies there is ours
+        with self._boundary_aware_layers():
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluation with the same layers as training; see `DeviceMetrics.evaluation_loop`."""
+        with self._boundary_aware_layers():
+            return super().evaluation_loop(*args, **kwargs)
+
+    @contextmanager
+    def _boundary_aware_layers(self) -> Iterator[None]:
+        """Bind the references where only transformers' fallback is there, which cannot keep documents apart.
+
+        Not in strict mode: there the fallback is refused, and the message must name what is really bound.
+        """
+        if not self.packing_active or self.kernel_mode == "strict":
+            yield
+            return
+        with bind_references(self.model):
+            yield
+
+    def _throughput_callback(self) -> ThroughputCallback:
+        sinks = (JsonlSink(Path(self.args.output_dir) / STEP_LOG_NAME),) if self.args.step_log else ()
+        return ThroughputCallback(sinks=sinks)
+
+    def _refuse_split_rows(self) -> None:
+        parallel = self.accelerator.parallelism_config
+        if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled or parallel.tp_enabled):
+            raise ConfigurationError(
+                "packed rows cannot be split over ranks: document boundaries would be lost",
+                evidence=("context, sequence or tensor parallelism is on in the parallelism_config",),
+                mend="set cp_size, sp_size and tp_size to 1, or packing=False",
+            )
+
+
+def _speed_config(args: SFTConfig | None, model: str | PreTrainedModel) -> SpeedSFTConfig:
+    if args is None:
+        name = model if isinstance(model, str) else str(getattr(model.config, "_name_or_path", "") or "model")
+        return SpeedSFTConfig(output_dir=f"{name.rstrip('/').split('/')[-1]}-SFT")
+    if isinstance(args, SpeedSFTConfig):
+        return args
+    if isinstance(args, SFTConfig):
+        return SpeedSFTConfig.from_sft_config(args)
+    raise ConfigurationError(
+        f"args is a {type(args).__name__}", mend="pass a hf_speedkit.SpeedSFTConfig (or TRL's SFTConfig)"
+    )
+
+
+def _named(train_dataset: Any, eval_dataset: Any) -> list[tuple[str, Any]]:
+    named = [("train", train_dataset)]
+    if isinstance(eval_dataset, dict):
+        return [*named, *eval_dataset.items()]
+    return [*named, ("eval", eval_dataset)] if eval_dataset is not None else named
+
+
+def _check_packing_request(args: SpeedSFTConfig, data_collator: Any, train_dataset: Any, model: Any) -> None:
+    if data_collator is not None:
+        raise ConfigurationError(
+            "a data_collator of your own cannot be used with packing: it would replace the packed rows",
+            mend="leave data_collator out, or set packing=False",
+        )
+    if isinstance(train_dataset, IterableDataset):
+        raise DatasetError(
+            "packing plans rows from the lengths of all documents, and a streaming dataset has none",
+            mend="load the dataset without streaming=True, or set packing=False",
+        )
+    if (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+        raise ConfigurationError(
+            "reentrant checkpointing cannot be probed for isolation (torch.autograd.grad does not pass through it)",
+            mend='gradient_checkpointing_kwargs={"use_reentrant": False}, which is also what torch recommends',
+        )
+    if not isinstance(model, str):
+        refuse_leaking_family(model.config.get_text_config().model_type)
+
+

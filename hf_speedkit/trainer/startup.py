@@ -1,0 +1,71 @@
+"""What is proven between "prepared" and "step 1": kernels, the real batch, isolation."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_speedkit.core.records import IsolationReport, KernelCheck
+from hf_speedkit.kernels.inspection import assert_kernels, check_kernels
+from hf_speedkit.packing.boundaries import check_packed_batch
+from hf_speedkit.packing.isolation import assert_isolation
+from hf_speedkit.trainer.agreement import agree
+
+if TYPE_CHECKING:
+    from hf_speedkit.trainer.sft import SpeedSFTTrainer
+
+logger = logging.getLogger(__name__)
+
+
+class StartupProof(TrainerCallback):  # type: ignore[misc]
+    """Runs the proofs in on_train_begin, where the model is prepared and no batch has been drawn.
+
+    Args:
+        trainer: its trainer; a callback alone sees neither the collator nor the wrapped model.
+    """
+
+    def __init__(self, trainer: SpeedSFTTrainer) -> None:
+        self._trainer = trainer
+        self.kernels: tuple[KernelCheck, ...] = ()
+        self.isolation: IsolationReport | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Prove, or stop all ranks with one message."""
+        self.kernels = agree(self._kernels)
+        if not self._trainer.packing_active:
+            return
+        batch = agree(self._batch)
+        if self._trainer.args.isolation_check:
+            self.isolation = agree(lambda: assert_isolation(self._trainer.model_wrapped, batch))
+            logger.info("isolation proven on %d packed documents", self.isolation.documents)
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Tell the sampler its epoch.
+
+        transformers 5.23 forwards set_epoch through one wrapper only (trainer.py:1851-1858); after a resume there are
+        two, and the documents of a later epoch would silently come in the order of the first.
+        """
+        self._trainer.set_sampler_epoch(state.global_step)
+
+    def _kernels(self) -> tuple[KernelCheck, ...]:
+        trainer = self._trainer
+        mode = trainer.kernel_mode
+        if mode == "off":
+            return ()
+        slots = trainer.args.tokens_per_batch if trainer.packing_active else None
+        if mode == "report":
+            return check_kernels(trainer.model, tokens_per_batch=slots)
+        return assert_kernels(trainer.model, mode=mode, probe=True, tokens_per_batch=slots)
+
+    def _batch(self) -> dict[str, Any]:
+        """A real packed batch on the model's device, through the collator that training will use."""
+        batch = self._trainer.collate_probe_batch()
+        batch.pop("token_counts", None)
+        check_packed_batch(batch)
+        return batch

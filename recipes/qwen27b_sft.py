@@ -1,0 +1,137 @@
+"""Fine-tune Qwen3.8-27B on ultrachat_200k: packed, proven before step 1, measured while it runs.
+
+    accelerate launch recipes/qwen27b_sft.py                                    # the real job: qwen27b_sft.yaml
+    accelerate launch recipes/qwen27b_sft.py --config recipes/tiny_sft.yaml     # the same path in minutes, no GPU
+
+Every setting is in the YAML file, and any of them can be given on the command line (`--learning_rate 1e-5`). For your
+own job copy the YAML file; for your own data, model or trainer read `main` from top to bottom: that is all there is.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hf_speedkit.core.errors import ConfigurationError, SpeedkitError
+from hf_speedkit.trainer.hardware import exit_with, require_hardware
+
+HERE = Path(__file__).resolve().parent
+TINY = "accelerate launch recipes/qwen27b_sft.py --config recipes/tiny_sft.yaml"
+
+
+def main(argv: list[str]) -> None:
+    """Model, data, trainer, in that order."""
+    config = config_file(argv)
+    # Before any heavy import and any download: a machine that cannot run the job says so in seconds.
+    require_hardware(settings(config, argv), command=TINY)
+    recipe, args, model_args = parse(config, argv)
+
+    from datasets import load_dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import get_peft_config
+
+    from hf_speedkit import SpeedSFTTrainer
+    from hf_speedkit.trainer.machine import use_all_cores
+    from hf_speedkit.trainer.output import existing_run, refuse_existing_run
+    from hf_speedkit.trainer.summary import print_summary
+
+    if not args.resume_from_checkpoint and not args.allow_existing_output:
+        refuse_existing_run(args.output_dir, existing_run(args.output_dir))
+    use_all_cores(args)
+
+    choice = None
+    if recipe.tiny_chat:  # built here, from packages: nothing is downloaded
+        import tiny_chat
+
+        tokenizer = tiny_chat.tiny_tokenizer()
+        model = AutoModelForCausalLM.from_config(tiny_chat.tiny_config(), attn_implementation="sdpa")
+        dataset, choice = tiny_chat.tiny_dataset(tokenizer, args.tokens_per_batch, recipe.conversations)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
+        model = AutoModelForCausalLM.from_pretrained(
+            model_args.model_name_or_path,
+            revision=model_args.model_revision,
+            dtype=model_args.dtype,
+            attn_implementation=model_args.attn_implementation,
+        )
+        dataset = load_dataset(recipe.dataset_name, recipe.dataset_config, split=recipe.dataset_train_split)
+
+    trainer = SpeedSFTTrainer(
+        model=model,
+        args=args,
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        peft_config=get_peft_config(model_args) if model_args.use_peft else None,
+    )
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model(args.output_dir)
+    if trainer.is_world_process_zero():
+        print_summary(trainer.summary(), notes=() if choice is None else (choice.sentence(),))
+
+
+@dataclass
+class RecipeArguments:
+    """What the recipe itself needs to know; everything else is SpeedSFTConfig's and TRL's ModelConfig's."""
+
+    dataset_name: str | None = field(default=None, metadata={"help": "Hub id or local path for datasets.load_dataset."})
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of the data set."})
+    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    expected_parameters: float | None = field(
+        default=None, metadata={"help": "Parameters of the model, to check memory before anything is downloaded."}
+    )
+    tiny_chat: bool = field(default=False, metadata={"help": "Use the model and data of recipes/tiny_chat.py."})
+    conversations: int = field(default=400, metadata={"help": "How many conversations tiny_chat chooses."})
+
+    def __post_init__(self) -> None:
+        """Refuse a job without data."""
+        if self.dataset_name is None and not self.tiny_chat:
+            raise ConfigurationError("dataset_name is not set", mend="dataset_name: HuggingFaceH4/ultrachat_200k")
+
+
+def config_file(argv: list[str]) -> Path:
+    """The YAML file: what `--config` names, else the one beside this script."""
+    path = Path(argv[argv.index("--config") + 1]) if "--config" in argv[:-1] else HERE / "qwen27b_sft.yaml"
+    if not path.is_file():
+        raise ConfigurationError(f"there is no config file {str(path)!r}", mend=f"try: {TINY}")
+    return path
+
+
+def settings(config: Path, argv: list[str]) -> dict[str, Any]:
+    """The YAML file's settings with those of the command line on top, as plain values."""
+    values = yaml.safe_load(config.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise ConfigurationError(f"{str(config)!r} holds no settings", mend="write one `key: value` a line")
+    for name, value in zip(argv, [*argv[1:], "true"], strict=True):
+        if name.startswith("--"):
+            key, _, inline = name[2:].partition("=")
+            values[key] = yaml.safe_load(inline or ("true" if value.startswith("--") else value))
+    return values
+
+
+def parse(config: Path, argv: list[str]) -> tuple[RecipeArguments, Any, Any]:
+    """YAML and command line into dataclasses; TrlParser refuses a key that none of them has."""
+    from trl import ModelConfig, TrlParser
+
+    from hf_speedkit import SpeedSFTConfig
+
+    given = argv if "--config" in argv else ["--config", str(config), *argv]
+    try:
+        recipe, args, model_args = TrlParser((RecipeArguments, SpeedSFTConfig, ModelConfig)).parse_args_and_config(given)
+    except ValueError as error:
+        if isinstance(error, SpeedkitError):
+            raise
+        raise ConfigurationError(
+            f"{config.name} cannot be used", evidence=(str(error),), mend="correct or remove the named setting"
+        ) from error
+    return recipe, args, model_args
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except SpeedkitError as stop:
+        exit_with(stop)
