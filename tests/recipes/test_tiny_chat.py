@@ -137,6 +137,13 @@ def test_counts_of_the_choice_add_up(chosen):
     assert choice.available == choice.chosen + choice.one_sided + choice.too_long + choice.not_needed
 
 
+def test_the_choice_is_told_in_one_sentence(chosen):
+    _, choice = chosen
+    assert "\n" not in choice.sentence()
+    for count in (choice.chosen, choice.available, choice.tokens, choice.too_long, choice.one_sided, choice.not_needed):
+        assert f"{count:,}" in choice.sentence()
+
+
 def test_the_choice_is_the_same_every_time(tiny_chat, tokenizer, chosen):
     again = tiny_chat.tiny_dataset(tokenizer, TOKENS_PER_BATCH, conversations=40)
     assert again[1] == chosen[1]
