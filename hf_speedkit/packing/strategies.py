@@ -13,15 +13,15 @@ Packs = list[tuple[int, ...]]
 
 FIFO_WINDOW_DOCUMENTS = 128
 """Documents that fifo_close looks at; 128 of them hold 8,128 pairs, about one for each sum up to 8,192. On 207,865
-chat-like lengths in rows of 8,192 (32,020 rows at the least) windows of 64, 128, 256 need 32,040, 32,035, 32,034 rows."""
+chat-like lengths in rows of 8,192 (32,020 rows at the least) windows of 64, 128, 256 need 32,032, 32,027, 32,025."""
 
 FIFO_RESERVE = 2.6
 """fifo_close keeps this many mean documents of room for closing a row. On the same lengths 1.4, 1.8, 2.2, 2.6, 3.0 need
-32,114, 32,055, 32,035, 32,027, 32,025 rows; nine other length sets are as good or better with 2.6 as with any other."""
+32,114, 32,055, 32,035, 32,027, 32,025 rows; nine other length sets are within one row of their best with 2.6."""
 
 BEST_FIT_WINDOW_DOCUMENTS = 32_768
-"""Documents that best_fit_decreasing sorts at once. Where documents are half a row (10,008 rows at the least) windows of
-1,000, 8,192, 32,768 need 10,242, 10,116, 10,070 rows."""
+"""Documents that best_fit_decreasing sorts at once. Where documents are half a row (10,008 rows at the least) windows
+of 1,000, 8,192, 32,768 need 10,242, 10,116, 10,070 rows."""
 
 
 def next_fit(lengths: Sequence[int], order: Sequence[int], tokens_per_batch: int) -> Packs:
@@ -177,7 +177,7 @@ def _close(window: _Window, pack: list[int], room: int, placed: int) -> None:
         fitting = bisect_right(window.ranked, ((room + 1) << window.shift) - 1)
         if not fitting:
             return
-        # A document that is placed last of a window of giants could wait for ever; this keeps every one within 2 x window.
+        # Behind a window of giants, short documents could pass a long one for ever: here it stays within 2 x window.
         allowed = window.oldest + 2 * window.size - 1 - placed - len(pack)
         if allowed < 2:
             key = window.oldest_key()
