@@ -1,0 +1,221 @@
+"""Packed attention from `torch.nn.attention.varlen`: no mask, no package to install, cost by the sum of squared lengths.
+
+transformers gives sdpa a boolean [T, T] mask for a packed row: 64 MiB at 8,192 slots, 4 GiB at 65,536, and attention over
+T^2 instead of the sum of the documents' squares. torch's own variable-length attention takes the boundaries instead. It
+is registered through transformers' AttentionInterface under the name below; select it with
+`attn_implementation="speedkit_varlen"` after `register()`, or let SpeedSFTTrainer choose it.
+
+On a device without that kernel (a CPU) each document goes through scaled_dot_product_attention on its own: the same
+numbers, which is what the tests compare.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from hf_speedkit.core.errors import ConfigurationError, KernelAssertionError
+
+# transformers takes names that contain "flash" for its own packages (utils/generic.py, is_flash_attention_requested).
+NAME = "speedkit_varlen"
+MAX_HEAD_DIM = 256
+
+
+def register() -> str:
+    """Make the implementation known to transformers; returns its name. Registering twice is harmless."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+
+    AttentionInterface.register(NAME, varlen_attention)
+    # Without a mask function of its own a name gets no mask at all, padding included (masking_utils.py:841).
+    AttentionMaskInterface.register(NAME, flash_attention_mask)
+    return NAME
+
+
+def unsupported_reason(config: Any, *, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why a model cannot use this attention on this device; None if it can.
+
+    Args:
+        config: the text config of the model.
+        dtype: dtype of the activations.
+        device: where it will run.
+    """
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if getattr(config, "attn_logit_softcapping", None):
+        return "it soft-caps attention logits"
+    if getattr(config, "attention_dropout", 0.0):
+        return f"attention_dropout={config.attention_dropout}"
+    if config.model_type in ("gpt_oss",):
+        return "it uses attention sinks"
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        return f"torch has no variable-length attention on {device.type}"
+    if head_dim > MAX_HEAD_DIM:
+        return f"head_dim {head_dim} is above {MAX_HEAD_DIM}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"the kernel takes bf16 and fp16, not {dtype}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"the kernel needs compute capability 8.0, this GPU has {torch.cuda.get_device_capability(device)}"
+    try:
+        import torch.nn.attention.varlen  # noqa: F401
+    except ImportError as error:
+        return f"torch {torch.__version__} has no torch.nn.attention.varlen ({error})"
+    return None
+
+
+def varlen_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention inside each document of one packed row.
+
+    Args:
+        module: the attention layer.
+        query: [1, H, T, D]; key, value: [1, H_kv, T, D] with H a multiple of H_kv.
+        attention_mask: must be None for a packed row.
+        scaling: factor of the scores; None means 1 / sqrt(D).
+        dropout, softcap, s_aux: refused when set: the kernel has none of them.
+        sliding_window: positions a query sees, its own included; None for all.
+        cu_seq_lens_q, cu_seq_lens_k: int32 [N + 1], document edges; max_length_q, max_length_k: longest document.
+
+    Returns:
+        ([1, T, H, D], None), as transformers expects it.
+
+    Raises:
+        KernelAssertionError: dropout, soft-capping or sinks were asked for.
+        ConfigurationError: a padding mask, or more than one row.
+    """
+    for name, asked in (("dropout", dropout > 0.0), ("softcap", bool(softcap)), ("s_aux (sinks)", s_aux is not None)):
+        if asked:
+            raise KernelAssertionError(
+                f"packed attention has no {name}", mend='attn_implementation="sdpa" or "eager" for this model'
+            )
+    if cu_seq_lens_q is None or cu_seq_lens_k is None:
+        return _one_document_a_row(module, query, key, value, attention_mask, scaling, sliding_window, kwargs)
+    if query.shape[0] != 1 or attention_mask is not None:
+        raise ConfigurationError(
+            "packed attention takes one row and no mask",
+            evidence=(f"got {query.shape[0]} rows" + ("" if attention_mask is None else " and an attention_mask"),),
+            mend="collate with hf_speedkit.PackedCollator",
+        )
+    run = _by_document if query.device.type == "cpu" else _by_kernel
+    output = run(query, key, value, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, scaling, sliding_window)
+    return output.unsqueeze(0), None
+
+
+def _one_document_a_row(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None,
+    sliding_window: int | None,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, None]:
+    """Rows without boundaries (generation, a batch of one document): plain causal sdpa."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    slots = key.shape[2]
+    if attention_mask is not None or (sliding_window is not None and slots > sliding_window):
+        raise ConfigurationError(
+            f"{NAME} is for packed rows; this batch is padded or needs a sliding window without boundaries",
+            mend='model.set_attn_implementation("sdpa") before padded batches or batched generation',
+        )
+    output, _ = sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **kwargs)
+    return output, None
+
+
+def _by_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_lens_q: torch.Tensor,
+    cu_seq_lens_k: torch.Tensor,
+    max_length_q: int | None,
+    max_length_k: int | None,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """torch's kernel: [1, H, T, D] in, [T, H, D] out."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    slots = query.shape[2]
+    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    dtype = values.dtype
+    if queries.dtype != dtype:  # rotary embeddings in fp32 under autocast
+        queries, keys = queries.to(dtype), keys.to(dtype)
+    options: dict[str, Any] = {}
+    # torch 2.13 checks the head counts and wants enable_gqa; 2.11 has no such parameter and its kernel shares heads by
+    # itself (the same aten kernel; parity is a gpu test).
+    if queries.shape[1] != keys.shape[1] and "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = True
+    window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
+    output: torch.Tensor = varlen_attn(
+        queries,
+        keys,
+        values,
+        cu_seq_lens_q,
+        cu_seq_lens_k,
+        slots if max_length_q is None else max_length_q,
+        slots if max_length_k is None else max_length_k,
+        scale=scaling,
+        window_size=window,
+        **options,
+    )
+    return output
+
+
+def _by_document(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_lens_q: torch.Tensor,
+    cu_seq_lens_k: torch.Tensor,
+    max_length_q: int | None,
+    max_length_k: int | None,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """The same on a CPU, one document at a time: [1, H, T, D] in, [T, H, D] out."""
+    edges = cu_seq_lens_q.tolist()  # host memory: no device to wait for
+    outputs = []
+    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+        part = slice(start, stop)
+        outputs.append(
+            scaled_dot_product_attention(
+                query[:, :, part],
+                key[:, :, part],
+                value[:, :, part],
+                attn_mask=_window_mask(stop - start, sliding_window, query.device),
+                is_causal=sliding_window is None or stop - start <= sliding_window,
+                scale=scaling,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        )
+    return torch.cat(outputs, dim=2)[0].transpose(0, 1)
+
+
+def _window_mask(length: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
+    if sliding_window is None or length <= sliding_window:
+        return None
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
+    return (distance >= 0) & (distance < sliding_window)

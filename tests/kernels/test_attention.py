@@ -1,0 +1,132 @@
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from hf_speedkit.core.errors import ConfigurationError, KernelAssertionError
+from hf_speedkit.kernels.attention import NAME, register, unsupported_reason, varlen_attention
+
+LENGTHS = (3, 11, 5, 8)
+
+
+def packed(lengths=LENGTHS, seed=0, vocab=64):
+    generator = torch.Generator().manual_seed(seed)
+    edges = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    return {
+        "input_ids": torch.randint(0, vocab, (1, sum(lengths)), generator=generator),
+        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
+        "cu_seq_lens_q": edges,
+        "cu_seq_lens_k": edges,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+    }
+
+
+def tiny(cls, config_cls, **kwargs):
+    torch.manual_seed(0)
+    config = config_cls(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        **kwargs,
+    )
+    return cls(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("cls", "config_cls", "kwargs"),
+    [(LlamaForCausalLM, LlamaConfig, {}), (MistralForCausalLM, MistralConfig, {"sliding_window": 4})],
+    ids=["full attention", "sliding window shorter than a document"],
+)
+def test_packed_attention_gives_each_document_what_sdpa_gives_it_alone(cls, config_cls, kwargs):
+    model = tiny(cls, config_cls, **kwargs)
+    batch = packed()
+    edges = batch["cu_seq_lens_q"].tolist()
+    alone = torch.cat(
+        [model(batch["input_ids"][:, a:b], use_cache=False).logits for a, b in zip(edges[:-1], edges[1:], strict=True)],
+        dim=1,
+    )
+    model.set_attn_implementation(register())
+    together = model(**batch, use_cache=False).logits
+    # fp32, sums of at most 11 terms in another order
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
+
+
+def test_gradients_equal_those_of_the_masked_sdpa():
+    batch = packed()
+    gradients = {}
+    for name in ("sdpa", register()):
+        model = tiny(LlamaForCausalLM, LlamaConfig)
+        model.set_attn_implementation(name)
+        model(**batch, labels=batch["input_ids"], use_cache=False).loss.backward()
+        gradients[name] = torch.cat([p.grad.flatten() for p in model.parameters()])
+    difference = (gradients["sdpa"] - gradients[NAME]).norm() / gradients["sdpa"].norm()
+    assert difference < 1e-5
+
+
+def test_a_row_without_boundaries_is_one_causal_document():
+    model = tiny(LlamaForCausalLM, LlamaConfig)
+    ids = packed()["input_ids"]
+    expected = model(ids, use_cache=False).logits
+    model.set_attn_implementation(register())
+    torch.testing.assert_close(model(ids, use_cache=False).logits, expected)
+    assert model.generate(ids[:, :5], max_new_tokens=4, do_sample=False).shape == (1, 9)
+
+
+def test_a_padded_batch_is_refused_and_not_attended_to_in_full():
+    model = tiny(LlamaForCausalLM, LlamaConfig)
+    model.set_attn_implementation(register())
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    with pytest.raises(ConfigurationError, match="is for packed rows"):
+        model(torch.ones(2, 4, dtype=torch.long), attention_mask=mask, use_cache=False)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"dropout": 0.1}, {"softcap": 30.0}, {"s_aux": torch.zeros(4)}], ids=["dropout", "softcap", "sinks"]
+)
+def test_what_the_kernel_does_not_have_is_refused(asked):
+    query = torch.zeros(1, 4, 6, 8)
+    with pytest.raises(KernelAssertionError, match="packed attention has no"):
+        varlen_attention(torch.nn.Module(), query, query, query, None, **asked)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"attn_logit_softcapping": 50.0}, "soft-caps"),
+        ({"attention_dropout": 0.1}, "attention_dropout"),
+    ],
+)
+def test_the_reason_a_model_cannot_use_it_is_named(change, reason):
+    config = LlamaConfig(hidden_size=32, num_attention_heads=4)
+    for name, value in change.items():
+        setattr(config, name, value)
+    found = unsupported_reason(config, dtype=torch.float32, device=torch.device("cpu"))
+    assert found is None if reason is None else reason in found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_heads", [24, 4], ids=["MHA", "GQA"])
+def test_the_kernel_on_the_gpu_agrees_with_fp32_at_27b_head_sizes(kv_heads):
+    torch.manual_seed(0)
+    lengths = [1, 33, 63, 64, 65, 127, 130, 700]
+    slots = sum(lengths)
+    edges = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    inputs = [torch.randn(1, heads, slots, 256) for heads in (24, kv_heads, kv_heads)]
+    upstream = torch.randn(1, slots, 24, 256)
+    results = {}
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        tensors = [t.to(device, dtype).detach().requires_grad_(True) for t in inputs]
+        bounds = edges.to(device)
+        out, _ = varlen_attention(
+            torch.nn.Module(), *tensors, None, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds,
+            max_length_q=max(lengths), max_length_k=max(lengths),
+        )  # fmt: skip
+        out.backward(upstream.to(device, dtype))
+        results[device] = [out.detach(), *(t.grad for t in tensors)]
+    for reference, found in zip(results["cpu"], results["cuda"], strict=True):
+        # bf16 operands: relative error between 1e-3 and 1e-2 (8 bits of mantissa)
+        assert (found.float().cpu() - reference).norm() / reference.norm() < 1e-2
