@@ -10,13 +10,15 @@ chunked form of the delta rule, https://arxiv.org/abs/2406.06484.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 CHUNK_SLOTS = 32
-"""Positions solved together. Of 16, 32, 64 and 128, 32 took the least CPU time at head sizes 32 and 64 and as much as 64
-at head size 128 (1,024 positions, forward and backward, one and two threads)."""
+"""Positions solved together. Of 16, 32, 64 and 128, 32 took the least CPU time at head sizes 32 and 64 and as much as
+64 at head size 128 (1,024 positions, forward and backward, one and two threads)."""
 
 _L2_NORM_EPSILON = 1e-6
 
@@ -61,13 +63,13 @@ def causal_conv1d_fn(
     out = rows * taps[:, -1] if bias is None else torch.addcmul(bias.to(dtype), rows, taps[:, -1])
     # One product per tap: 6.4 ms forward and backward where F.conv1d without boundaries takes 9.8 (CPU, 512 x 1,024).
     for shift in range(1, min(width, slots)):
-        shifted = F.pad(rows[:, :-shift], (0, 0, shift, 0))
+        shifted = functional.pad(rows[:, :-shift], (0, 0, shift, 0))
         if seq_idx is not None:
-            same_document = F.pad(seq_idx[:, shift:] == seq_idx[:, :-shift], (shift, 0))
+            same_document = functional.pad(seq_idx[:, shift:] == seq_idx[:, :-shift], (shift, 0))
             shifted = shifted * same_document.unsqueeze(-1)
         out = torch.addcmul(out, shifted, taps[:, -1 - shift])
     if activation is not None:
-        out = F.silu(out)
+        out = functional.silu(out)
     return out.to(x.dtype).transpose(1, 2)
 
 
@@ -121,8 +123,7 @@ def chunk_gated_delta_rule(
     # The last chunk is filled up with key 0 and beta 0, which write nothing, and g 0, which keeps the state.
     chunks = max(1, -(-slots // chunk_size))
     padding = chunks * chunk_size - slots
-    query, key, value = (F.pad(x, (0, 0, 0, padding)).unflatten(2, (chunks, chunk_size)) for x in (query, key, value))
-    g, beta = (F.pad(x, (0, padding)).unflatten(2, (chunks, chunk_size)) for x in (g, beta))
+    query, key, value, g, beta = (_into_chunks(x, chunks, padding) for x in (query, key, value, g, beta))
     documents = _document_of_each_slot(cu_seqlens, slots + padding, query.device).view(chunks, chunk_size)
 
     transition, update, read, within = _chunk_terms(query, key, value, g, beta, documents)
@@ -164,7 +165,7 @@ def recurrent_gated_delta_rule(
     borders = _border_list(cu_seqlens, query.shape[2], initial_state)
     shape = (query.shape[0], query.shape[1], key.shape[-1], value.shape[-1])
     outputs, finals = [], []
-    for document, (start, end) in enumerate(zip(borders[:-1], borders[1:], strict=True)):
+    for document, (start, end) in enumerate(pairwise(borders)):
         state = value.new_zeros(shape)
         if initial_state is not None:
             state = (initial_state if cu_seqlens is None else initial_state[document : document + 1]).to(value.dtype)
@@ -237,13 +238,17 @@ def _each_document(
     """One call per document, for calls that carry a state per document."""
     outputs, finals = [], []
     borders = _border_list(cu_seqlens, query.shape[1], initial_state)
-    for document, (start, end) in enumerate(zip(borders[:-1], borders[1:], strict=True)):
+    for document, (start, end) in enumerate(pairwise(borders)):
         out, final = chunk_gated_delta_rule(
-            *(x[:, start:end] for x in (query, key, value, g, beta)),
-            scale=scale,
-            initial_state=None if initial_state is None else initial_state[document : document + 1],
-            output_final_state=True,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            query[:, start:end],
+            key[:, start:end],
+            value[:, start:end],
+            g[:, start:end],
+            beta[:, start:end],
+            scale,
+            None if initial_state is None else initial_state[document : document + 1],
+            True,
+            use_qk_l2norm_in_kernel,
         )
         outputs.append(out)
         finals.append(final)
@@ -263,6 +268,13 @@ def _prepare(
     if group > 1:
         query, key = (x.repeat_interleave(group, dim=1) for x in (query, key))
     return query, key, value, g, beta
+
+
+def _into_chunks(x: Tensor, chunks: int, padding: int) -> Tensor:
+    """[B, H, T, ...] filled up with zeros and cut into [B, H, N, C, ...]."""
+    if padding:
+        x = functional.pad(x, (0, 0) * (x.dim() - 3) + (0, padding))
+    return x.reshape(*x.shape[:2], chunks, -1, *x.shape[3:])
 
 
 def _document_of_each_slot(cu_seqlens: Tensor | None, slots: int, device: torch.device) -> Tensor:
