@@ -58,22 +58,24 @@ def deal_packs(
             f"{len(packs):,} packs do not fit into {rows:,} rows", mend=f"plan {steps + 1} steps or more"
         )
     packs = _at_least(packs, steps)
+    if world_size == 1:
+        window_steps = 1  # no rank waits for another
     draw = random.Random(f"hf_speedkit deal {seed} {epoch}").random
     slots: list[Slot] = []
     for first in range(0, steps, window_steps):
         last = min(first + window_steps, steps)
         parts = [packs[len(packs) * step // steps : len(packs) * (step + 1) // steps] for step in range(first, last)]
-        together = [pack for part in parts for pack in part]
-        if len(together) < len(parts) * gradient_accumulation_steps:
+        window = [pack for part in parts for pack in part]
+        if len(window) < len(parts) * gradient_accumulation_steps:
             # Fewer packs than slots: sorted together, some step could end up with empty rows alone.
             for part in parts:
                 slots += _slots(part, lengths, tokens_per_batch, gradient_accumulation_steps, world_size)
             continue
-        window = _slots(together, lengths, tokens_per_batch, len(parts) * gradient_accumulation_steps, world_size)
+        ranked = _slots(window, lengths, tokens_per_batch, len(parts) * gradient_accumulation_steps, world_size)
         if window_steps > 1:
             # Time order must not be cost order, or documents would get shorter towards the end of every window.
-            window = [slot for _, slot in sorted(((draw(), slot) for slot in window), key=lambda pair: pair[0])]
-        slots += window
+            ranked = [slot for _, slot in sorted(((draw(), slot) for slot in ranked), key=lambda pair: pair[0])]
+        slots += ranked
     return slots
 
 

@@ -178,7 +178,7 @@ def _close(window: _Window, pack: list[int], room: int, placed: int) -> None:
         if not fitting:
             return
         # Behind a window of giants, short documents could pass a long one for ever: here it stays within 2 x window.
-        allowed = window.oldest + 2 * window.size - 1 - placed - len(pack)
+        allowed = window.oldest + 2 * window.size - placed - len(pack)
         if allowed < 2:
             key = window.oldest_key()
             if key >> window.shift > room:
