@@ -1,0 +1,240 @@
+"""Model FLOPs of one training step from a model's configuration and the lengths of its documents.
+
+What is counted: forward and backward of matrix products, one multiply-add = 2 FLOPs; attention by the positions a token
+may see in its own document; the recurrence of gated linear attention; never padding, never recompute, nothing
+element-wise. Divided by time and peak this is MFU.
+
+Per token and forward, with H the hidden size: a linear map of n inputs and m outputs costs 2nm. Attention costs
+4 x heads x head_dim for every (query, key) pair: a document of length L has L(L+1)/2 causal pairs. The gated delta rule
+(arXiv 2412.06464, equation 10: S' = a S (I - b k k^T) + b v k^T, o = S q) needs three products with the state S [V, K]
+per token and value head, S k, the rank-one update and S q: 6KV. The chunked algorithm of today's kernels does more
+arithmetic than that for the same result; like recompute, the surplus is the implementation's, not the model's. The
+depthwise convolution costs 2 x width per channel. Backward costs twice the forward, or once where a frozen weight needs
+only the gradient of its input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hf_speedkit.core.records import TokenCounts
+
+Head = Literal["real", "target"]
+
+DENSE = frozenset({"llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma2", "gemma3_text"})
+SPARSE = frozenset({"mixtral", "qwen3_moe"})
+HYBRID = frozenset({"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"})
+FAMILIES = DENSE | SPARSE | HYBRID
+"""Values of `model_type` whose formula is compared with torch's FlopCounterMode in tests/core/test_flops.py."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFlops:
+    """Forward FLOPs of a model, in the parts that scale differently.
+
+    Args:
+        linear_per_token: linear maps of the layers.
+        head_per_token: the map to the vocabulary.
+        core_per_token: convolutions and recurrences of linear attention.
+        per_pair: attention, per (query, key) pair, summed over the layers without a window.
+        per_pair_in_window: the same of layers with a sliding window, by window size.
+        adapter_per_token: trained low-rank adapters beside frozen linear maps.
+        frozen: the weights of layers and head are not trained.
+        head_on: whether the head runs on every real token or on target tokens only (TRL's fused head).
+        causal: count the pairs a causal mask leaves; False counts all L x L, which eager attention computes.
+    """
+
+    linear_per_token: float
+    head_per_token: float
+    core_per_token: float = 0.0
+    per_pair: float = 0.0
+    per_pair_in_window: tuple[tuple[int, float], ...] = ()
+    adapter_per_token: float = 0.0
+    frozen: bool = False
+    head_on: Head = "real"
+    causal: bool = True
+
+    def training(self, lengths: Sequence[int], *, target: int | None = None) -> float:
+        """Forward and backward FLOPs of documents of these lengths.
+
+        Args:
+            lengths: tokens of each document.
+            target: their target tokens; needed where the head runs on those only.
+
+        Raises:
+            ValueError: the head runs on target tokens and `target` is None.
+        """
+        if self.head_on == "target" and target is None:
+            raise ValueError("this model's head runs on target tokens only: pass target=")
+        squared = sum(length * length for length in lengths)
+        windowed = sum(
+            per_pair * sum(_pairs_in_window(length, window, self.causal) for length in lengths)
+            for window, per_pair in self.per_pair_in_window
+        )
+        return self._training(sum(lengths), squared, target or 0) + 3 * windowed
+
+    def __call__(self, counts: TokenCounts) -> float | None:
+        """Forward and backward FLOPs of counted tokens; None where the counts do not say enough.
+
+        They do not where real, target (if the head needs it) or squared lengths are unknown, nor for a sliding window,
+        whose cost is no function of the squared lengths: use `training` there.
+        """
+        if counts.real is None or counts.squared_lengths is None or self.per_pair_in_window:
+            return None
+        if self.head_on == "target" and counts.target is None:
+            return None
+        return self._training(counts.real, counts.squared_lengths, counts.target or 0)
+
+    def _training(self, tokens: int, squared: int, target: int) -> float:
+        passes = 2 if self.frozen else 3
+        pairs = (squared + tokens) / 2 if self.causal else squared
+        head_tokens = tokens if self.head_on == "real" else target
+        return (
+            passes * (self.linear_per_token * tokens + self.head_per_token * head_tokens)
+            + 3 * (self.core_per_token + self.adapter_per_token) * tokens
+            + 3 * self.per_pair * pairs
+        )
+
+
+def model_flops(
+    config: Mapping[str, object],
+    *,
+    head_on: Head = "real",
+    causal: bool = True,
+    frozen: bool = False,
+    adapter_parameters: int = 0,
+) -> ModelFlops | None:
+    """The FLOPs of a model by its configuration.
+
+    Args:
+        config: `model.config.to_dict()`; of a composed model, its text part is used.
+        head_on: see `ModelFlops`.
+        causal: see `ModelFlops`.
+        frozen: only adapters are trained.
+        adapter_parameters: trained adapter weights, each used once per token.
+
+    Returns:
+        None for a model_type that is not in `FAMILIES`, or whose configuration lacks a number: no guess.
+    """
+    text = config.get("text_config")
+    numbers = text if isinstance(text, Mapping) else config
+    if numbers.get("model_type") not in FAMILIES:
+        return None
+    try:
+        return _from_numbers(numbers, head_on=head_on, causal=causal, frozen=frozen, adapters=adapter_parameters)
+    except _MissingError:
+        return None
+
+
+class _MissingError(Exception):
+    """The configuration lacks a number."""
+
+
+def _from_numbers(
+    config: Mapping[str, object], *, head_on: Head, causal: bool, frozen: bool, adapters: int
+) -> ModelFlops:
+    layers = _number(config, "num_hidden_layers")
+    kinds = config.get("layer_types") or [_default_kind(config)] * layers
+    if not isinstance(kinds, Sequence) or len(kinds) != layers:
+        raise _MissingError
+    linear = core = per_pair = 0.0
+    windows: dict[int, float] = {}
+    for index, kind in enumerate(kinds):
+        linear += _feed_forward(config, index)
+        if kind == "linear_attention":
+            layer_linear, layer_core = _delta_rule(config)
+            linear += layer_linear
+            core += layer_core
+            continue
+        layer_linear, layer_per_pair = _attention(config)
+        linear += layer_linear
+        if kind == "full_attention":
+            per_pair += layer_per_pair
+        elif kind == "sliding_attention":
+            window = _number(config, "sliding_window")
+            windows[window] = windows.get(window, 0.0) + layer_per_pair
+        else:
+            raise _MissingError
+    return ModelFlops(
+        linear_per_token=linear,
+        head_per_token=2.0 * _number(config, "hidden_size") * _number(config, "vocab_size"),
+        core_per_token=core,
+        per_pair=per_pair,
+        per_pair_in_window=tuple(sorted(windows.items())),
+        adapter_per_token=2.0 * adapters,
+        frozen=frozen,
+        head_on=head_on,
+        causal=causal,
+    )
+
+
+def _default_kind(config: Mapping[str, object]) -> str:
+    """Kind of every layer where the configuration does not list them: mistral's window covers all layers."""
+    windowed = config.get("model_type") in {"mistral", "mixtral"} and config.get("sliding_window")
+    return "sliding_attention" if windowed else "full_attention"
+
+
+def _attention(config: Mapping[str, object]) -> tuple[float, float]:
+    """Linear FLOPs per token and core FLOPs per pair of one softmax attention layer."""
+    hidden, heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
+    head_dim = _optional(config, "head_dim") or hidden // heads
+    key_value_heads = _optional(config, "num_key_value_heads") or heads
+    # Qwen3.5 and Qwen3-next project a gate of the output's size together with the query.
+    query_outputs = heads * head_dim * (2 if config.get("model_type") in HYBRID else 1)
+    linear = 2.0 * hidden * (query_outputs + 2 * key_value_heads * head_dim + heads * head_dim)
+    return linear, 4.0 * heads * head_dim
+
+
+def _delta_rule(config: Mapping[str, object]) -> tuple[float, float]:
+    """Linear and core FLOPs per token of one GatedDeltaNet layer."""
+    hidden = _number(config, "hidden_size")
+    value_heads, value_dim = _number(config, "linear_num_value_heads"), _number(config, "linear_value_head_dim")
+    key_dim = _number(config, "linear_key_head_dim")
+    keys, values = _number(config, "linear_num_key_heads") * key_dim, value_heads * value_dim
+    convolved = 2 * keys + values
+    # qkv, output gate z, decay and write strength per value head, output projection
+    linear = 2.0 * hidden * (convolved + values + 2 * value_heads + values)
+    core = 6.0 * value_heads * key_dim * value_dim + 2.0 * _number(config, "linear_conv_kernel_dim") * convolved
+    return linear, core
+
+
+def _feed_forward(config: Mapping[str, object], layer: int) -> float:
+    """FLOPs per token of one gated feed-forward block, of its active experts where it is sparse."""
+    hidden = _number(config, "hidden_size")
+    experts = _optional(config, "num_experts") or _optional(config, "num_local_experts")
+    if not experts or not _is_sparse(config, layer):
+        return 6.0 * hidden * _number(config, "intermediate_size")
+    width = _optional(config, "moe_intermediate_size") or _number(config, "intermediate_size")
+    active = _number(config, "num_experts_per_tok")
+    shared = _optional(config, "shared_expert_intermediate_size") or 0
+    gate = 2.0 * hidden if shared else 0.0
+    return 2.0 * hidden * experts + 6.0 * hidden * (active * width + shared) + gate
+
+
+def _is_sparse(config: Mapping[str, object], layer: int) -> bool:
+    if config.get("model_type") not in SPARSE | HYBRID:
+        return False
+    dense_layers = config.get("mlp_only_layers") or ()
+    every = _optional(config, "decoder_sparse_step") or 1
+    return (layer + 1) % every == 0 and not (isinstance(dense_layers, Sequence) and layer in dense_layers)
+
+
+def _pairs_in_window(length: int, window: int, causal: bool) -> float:
+    if not causal:
+        return float(length * length)
+    inside = min(length, window)
+    return inside * (inside + 1) / 2 + (length - inside) * window
+
+
+def _number(config: Mapping[str, object], key: str) -> int:
+    value = _optional(config, key)
+    if value is None:
+        raise _MissingError
+    return value
+
+
+def _optional(config: Mapping[str, object], key: str) -> int | None:
+    value = config.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -1,0 +1,250 @@
+"""Model FLOPs against torch's FlopCounterMode on tiny models, and against hand counts.
+
+The counter is exact with eager attention, eager experts and an unfused head (shared/facts/fsdp2.md 6); it counts the
+full T x T of eager attention, so the comparison uses causal=False. It cannot see a GatedDeltaNet's recurrence or
+convolution as the formula means them (the torch fallback does chunked products), so a hybrid is compared by its linear
+maps, heads and softmax attention alone, with the recurrence replaced by something that costs nothing.
+"""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from hf_speedkit.core.flops import DENSE, FAMILIES, HYBRID, SPARSE, ModelFlops, model_flops
+from hf_speedkit.core.records import TokenCounts
+
+TOKENS = 12
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+MORE = {
+    "mistral": {"sliding_window": 64},
+    "gemma2": {"sliding_window": 64},
+    "gemma3_text": {"sliding_window": 64},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_5_text": {"layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"]},
+    "qwen3_5_moe_text": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 8,
+    },
+    "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 8,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [0],
+    },
+}
+DELTA_RULE = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+
+
+def tiny(family):
+    sizes = {**SIZES, **(DELTA_RULE if family in HYBRID else {}), **MORE.get(family, {})}
+    config = CONFIG_MAPPING[family](**sizes)
+    config._attn_implementation = "eager"
+    if family in SPARSE | HYBRID and family != "qwen3_5_text":
+        config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def without_recurrence(model, monkeypatch):
+    """Let GatedDeltaNet's convolution and recurrence cost nothing; shapes and gradients stay as they are."""
+    import sys
+
+    modeling = sys.modules[type(model).__module__]
+
+    def convolution(x, *arguments, **keywords):
+        return x
+
+    def recurrence(query, key, value, **keywords):
+        reach = query.sum((-1, -2)) + key.sum((-1, -2)) + keywords["g"].sum(-1) + keywords["beta"].sum(-1)
+        return value * reach[..., None, None], None
+
+    monkeypatch.setattr(modeling, "causal_conv1d_fn", convolution)
+    monkeypatch.setattr(modeling, "torch_chunk_gated_delta_rule", recurrence)
+
+
+def counted(model, lengths):
+    """FLOPs of forward and backward by torch's counter, one document after the other."""
+    with FlopCounterMode(display=False) as counter:
+        for length in lengths:
+            ids = torch.arange(length)[None] % SIZES["vocab_size"]
+            model(input_ids=ids, use_cache=False).logits.sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_formula_equals_the_flop_counter(family, monkeypatch):
+    model = tiny(family)
+    formula = model_flops(model.config.to_dict(), causal=False)
+    expected = formula.training([TOKENS])
+    if family in HYBRID:
+        without_recurrence(model, monkeypatch)
+        expected -= 3 * formula.core_per_token * TOKENS
+    # The first layer's input needs a gradient (the embedding is trained), so backward is exactly twice forward.
+    assert counted(model, [TOKENS]) == expected
+
+
+@pytest.mark.parametrize("lengths", [(TOKENS,), (3, 11, 5, 8), (1,)])
+def test_several_documents_cost_the_sum_of_their_squares(lengths):
+    model = tiny("qwen3")
+    formula = model_flops(model.config.to_dict(), causal=False)
+    assert counted(model, lengths) == formula.training(lengths)
+
+
+def test_v71_attention_counts_squared_document_lengths_and_not_the_row():
+    formula = model_flops(tiny("llama").config.to_dict(), causal=False)
+    packed = formula.training([256] * 4)
+    one = formula.training([1024])
+    per_pair = 3 * formula.per_pair
+    assert one - packed == per_pair * (1024**2 - 4 * 256**2)
+    assert 4 * 256**2 == 262_144
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 100])
+@pytest.mark.parametrize("window", [1, 5, 64])
+def test_causal_pairs_are_those_a_mask_leaves(length, window):
+    mask = torch.ones(length, length).tril()
+    banded = mask.triu(1 - window)
+    full = ModelFlops(linear_per_token=0, head_per_token=0, per_pair=1.0)
+    sliding = ModelFlops(linear_per_token=0, head_per_token=0, per_pair_in_window=((window, 1.0),))
+    assert full.training([length]) == 3 * mask.sum()
+    assert sliding.training([length]) == 3 * banded.sum()
+
+
+def test_counted_tokens_give_the_same_as_the_lengths():
+    formula = model_flops(tiny("qwen3_5_text").config.to_dict())
+    lengths = (3, 11, 5, 8)
+    counts = TokenCounts(slots=64, real=27, target=9, documents=4, squared_lengths=sum(n * n for n in lengths))
+    assert formula(counts) == pytest.approx(formula.training(lengths), rel=1e-12)
+
+
+def test_padding_costs_nothing():
+    formula = model_flops(tiny("llama").config.to_dict())
+    counts = [TokenCounts(slots=slots, real=27, target=9, documents=4, squared_lengths=219) for slots in (27, 640)]
+    assert formula(counts[0]) == formula(counts[1])
+
+
+@pytest.mark.parametrize("missing", ["real", "squared_lengths"])
+def test_unknown_counts_give_no_flops(missing):
+    known = {"slots": 9, "real": 9, "target": 3, "documents": 1, "squared_lengths": 81}
+    formula = model_flops(tiny("llama").config.to_dict())
+    assert formula(TokenCounts(**known)) is not None
+    assert formula(TokenCounts(**{**known, missing: None})) is None
+
+
+def test_a_sliding_window_is_not_guessed_from_the_squared_lengths():
+    formula = model_flops(tiny("mistral").config.to_dict())
+    assert formula(TokenCounts(slots=9, real=9, target=3, documents=1, squared_lengths=81)) is None
+    assert formula.training([9]) > 0
+
+
+def test_a_head_on_target_tokens_counts_those_only():
+    config = tiny("llama").config.to_dict()
+    everywhere, on_target = model_flops(config), model_flops(config, head_on="target")
+    saved = 3 * 2 * SIZES["hidden_size"] * SIZES["vocab_size"] * (27 - 9)
+    assert everywhere.training([27]) - on_target.training([27], target=9) == saved
+    counts = TokenCounts(slots=32, real=27, target=9, documents=1, squared_lengths=729)
+    assert on_target(counts) == on_target.training([27], target=9)
+    assert on_target(TokenCounts(slots=32, real=27, target=None, documents=1, squared_lengths=729)) is None
+    with pytest.raises(ValueError, match="target="):
+        on_target.training([27])
+
+
+class Adapter(torch.nn.Module):
+    """A low-rank adapter beside a frozen linear map."""
+
+    def __init__(self, base, rank):
+        super().__init__()
+        self.base = base
+        self.down = torch.nn.Linear(base.in_features, rank, bias=False)
+        self.up = torch.nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def test_frozen_weights_skip_their_weight_gradient():
+    model = tiny("qwen3")
+    model.requires_grad_(False)
+    for layer in model.model.layers:
+        for name in ("q_proj", "v_proj"):
+            setattr(layer.self_attn, name, Adapter(getattr(layer.self_attn, name), rank=2))
+    # As with gradient checkpointing: the embedding's output asks for a gradient, so no layer's backward is cut short.
+    model.enable_input_require_grads()
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    formula = model_flops(model.config.to_dict(), causal=False, frozen=True, adapter_parameters=trained)
+    assert counted(model, [TOKENS]) == formula.training([TOKENS])
+
+
+def test_gated_delta_rule_is_linear_in_length_and_six_kv_per_value_head():
+    formula = model_flops(tiny("qwen3_5_text").config.to_dict())
+    convolution = 2 * 4 * (2 * 2 * 8 + 4 * 8)
+    assert formula.core_per_token == 3 * (6 * 4 * 8 * 8 + convolution)
+    only_linear = ModelFlops(linear_per_token=0, head_per_token=0, core_per_token=formula.core_per_token)
+    assert only_linear.training([1024]) == only_linear.training([256] * 4)
+
+
+def test_the_27b_geometry_costs_six_flops_per_parameter_and_token_plus_attention():
+    config = {
+        "model_type": "qwen3_5",
+        "text_config": {
+            "model_type": "qwen3_5_text",
+            "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64, "vocab_size": 248_320,
+            "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256,
+            "linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+            "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 16,
+        },
+    }
+    formula = model_flops(config)
+    # 24.35 billion parameters in the layers, 1.27 billion in the head (shared/facts/gpu.md).
+    assert formula.linear_per_token / 2 == pytest.approx(24.35e9, rel=1e-3)
+    assert formula.head_per_token / 2 == pytest.approx(1.27e9, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"model_type": "gpt_oss", "hidden_size": 8},
+        {"model_type": "llama", "hidden_size": 8},
+        {"model_type": "llama", **SIZES, "layer_types": ["full_attention"]},
+        {"model_type": "llama", **SIZES, "layer_types": ["something_new"] * 4},
+    ],
+)
+def test_a_model_that_is_not_known_has_no_flops(config):
+    assert model_flops(config) is None
+
+
+def test_the_families_are_named():
+    assert FAMILIES == DENSE | SPARSE | HYBRID
