@@ -190,7 +190,9 @@ def _has_fused_head(model: torch.nn.Module) -> bool:
     """Whether TRL 1.16's `add_fused_lm_head` patched the forward (of the base model, under PEFT)."""
     inner = _unwrapped(model)
     base = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # type: ignore[operator]
-    code = getattr(getattr(base.forward, "__func__", None), "__code__", None)
+    # accelerate keeps the patched forward under this name when it wraps it in autocast.
+    forward = getattr(base, "_original_forward", base.forward)
+    code = getattr(getattr(forward, "__func__", None), "__code__", None)
     return code is not None and "fused_lm_head" in code.co_varnames
 
 

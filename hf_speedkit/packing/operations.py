@@ -1,8 +1,8 @@
 """Which operation of a layer lets documents see one another: convolution, recurrence or attention.
 
 A leak seen from outside does not say where it is, and a convolution leak hides a recurrence leak behind it. So each
-operation is asked on its own: when it is called for the first time, it is called once more with every other document's
-inputs replaced, and its output for the document under test must not move.
+operation is asked on its own: when it is called for the first time, it is called twice more, as it was and with every
+other document's inputs replaced, and its output for the document under test must not move.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class OperationProbe:
         def watched(*args: Any, **kwargs: Any) -> Any:
             output = function(*args, **kwargs)
             if name not in self._moved:
-                self._ask(name, function, args, kwargs, output)
+                self._ask(name, function, args, kwargs)
             return output
 
         return watched
@@ -81,22 +81,30 @@ class OperationProbe:
         # A cross-attention has a second input; only self-attention over the row can be asked this way.
         if "attention" not in self._moved:
             # `forward` and not the module: the call is inside its own hook, and under FSDP2 its weights are here now.
-            self._ask("attention", layer.forward, args, kwargs, output)
+            self._ask("attention", layer.forward, args, kwargs)
 
-    def _ask(self, name: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def _ask(self, name: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
         import torch
 
         self._moved[name] = 0.0  # first, so that a nested call of the same name is not asked again
-        with torch.no_grad():
-            changed = call(*(self._replaced(a) for a in args), **{k: self._replaced(v) for k, v in kwargs.items()})
-        before, after = _first(output), _first(changed)
+        before = _first(self._repeat(call, args, kwargs))
+        changed = tuple(self._replaced(a) for a in args), {k: self._replaced(v) for k, v in kwargs.items()}
+        after = _first(self._repeat(call, *changed))
         axis = self._axis(before)
         if axis is None:
             del self._moved[name]
             return
-        length = self._stop - self._start
-        difference = (after.detach().float() - before.detach().float()).abs().narrow(axis, self._start, length)
+        difference = (after.float() - before.float()).abs().narrow(axis, self._start, self._stop - self._start)
         self._moved[name] = float(torch.nan_to_num(difference, nan=float("inf")).max())
+
+    def _repeat(self, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """A call on the side: no graph, the same dropout each time, and the random state of the pass untouched."""
+        import torch
+
+        device = next(iter(self._model.parameters())).device
+        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(0)
+            return call(*args, **kwargs)
 
     def _replaced(self, value: Any) -> Any:
         """The tensor with other documents' positions changed; anything without a position axis as it is."""

@@ -31,6 +31,8 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
             {"enable_thinking": False}, without which Qwen3.8's template writes a line on reasoning effort into each.
         kernel_assertion: "strict" refuses to train on a slow or unproven kernel, "warn" says so, "off" looks at
             nothing; "auto" is strict on a GPU and a report on a CPU.
+        packed_attention: "auto" lets packed rows run on torch's variable-length attention where the model would use
+            sdpa or eager with a [T, T] mask and the kernel can do what the model needs; "keep" leaves it alone.
         isolation_check: prove before step 1 that packed documents do not see one another.
         throughput: log tokens per second and the parts of a step through `Trainer.log`.
         step_log: also write one JSON line a step to `output_dir/speedkit_steps.jsonl`.
@@ -71,6 +73,13 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
             "choices": list(_ASSERTIONS),
         },
     )
+    packed_attention: str = field(
+        default="auto",
+        metadata={
+            "help": "auto: torch's variable-length attention for packed rows where possible; keep: leave it alone.",
+            "choices": ["auto", "keep"],
+        },
+    )
     isolation_check: bool = field(
         default=True,
         metadata={"help": "Prove before step 1 that packed documents do not see one another."},
@@ -100,6 +109,7 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         for name, choices in (
             ("overlong", _OVERLONG),
             ("kernel_assertion", _ASSERTIONS),
+            ("packed_attention", ("auto", "keep")),
             ("packing_strategy", (*_STRATEGIES, *_TRL_STRATEGIES, "wrapped")),
         ):
             value = getattr(self, name)

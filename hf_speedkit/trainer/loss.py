@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from trl import SFTTrainer
 
-from hf_speedkit.core.records import NO_TOKENS, TokenCounts
+from hf_speedkit.core.records import TokenCounts
 
 
 class TokenSums(NamedTuple):
@@ -76,7 +76,7 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
         """Take note of a micro-batch's tokens; host integers, so this costs nothing."""
         if not hasattr(self, "_real_tokens") or mode not in self._real_tokens:
             self._reset_sums(mode)
-        self._real_tokens[mode] += (counts.real if counts.real is not None else counts.slots) or NO_TOKENS.slots
+        self._real_tokens[mode] += counts.slots if counts.real is None else counts.real
 
     def _is_plain_nll(self) -> bool:
         parallel = self.accelerator.parallelism_config

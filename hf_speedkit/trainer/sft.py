@@ -15,7 +15,6 @@ from trl import SFTConfig
 
 from hf_speedkit.core.errors import ConfigurationError, DatasetError
 from hf_speedkit.core.records import DocumentReport, TokenCounts
-from hf_speedkit.kernels.bindings import bind_references
 from hf_speedkit.packing.collator import PackedCollator
 from hf_speedkit.packing.documents import document_lengths, prepare_documents
 from hf_speedkit.packing.families import refuse_leaking_family
@@ -25,6 +24,7 @@ from hf_speedkit.trainer.config import SpeedSFTConfig
 from hf_speedkit.trainer.inputs import check_dataset, with_template_kwargs
 from hf_speedkit.trainer.loss import DeviceMetrics
 from hf_speedkit.trainer.output import STEP_LOG_NAME, existing_run, refuse_existing_run
+from hf_speedkit.trainer.packed_layers import packed_layers, padded_attention
 from hf_speedkit.trainer.sinks import JsonlSink
 from hf_speedkit.trainer.startup import StartupProof
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback
@@ -209,24 +209,28 @@ class SpeedSFTTrainer(DeviceMetrics):
         if not resume_from_checkpoint:
             refuse_existing_run(self.args.output_dir, self._existing_run)
         self._existing_run = None  # from here on what lies there is ours
-        with self._boundary_aware_layers():
+        with self._packed_layers():
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluation with the same layers as training; see `DeviceMetrics.evaluation_loop`."""
-        with self._boundary_aware_layers():
+        if not self._eval_is_packed():
+            with padded_attention(self.model):
+                return super().evaluation_loop(*args, **kwargs)
+        with self._packed_layers():
             return super().evaluation_loop(*args, **kwargs)
 
     @contextmanager
-    def _boundary_aware_layers(self) -> Iterator[None]:
-        """Bind the references where only transformers' fallback is there, which cannot keep documents apart.
-
-        Not in strict mode: there the fallback is refused, and the message must name what is really bound.
-        """
-        if not self.packing_active or self.kernel_mode == "strict":
+    def _packed_layers(self) -> Iterator[None]:
+        if not self.packing_active:
             yield
             return
-        with bind_references(self.model):
+        with packed_layers(
+            self.model,
+            device=self.args.device,
+            references=self.kernel_mode != "strict",
+            attention=self.args.packed_attention,
+        ):
             yield
 
     def _throughput_callback(self) -> ThroughputCallback:

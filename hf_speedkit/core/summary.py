@@ -1,0 +1,91 @@
+"""What a run came to, as one record; the arithmetic is here, the table is drawn in trainer/summary.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hf_speedkit.core.records import DocumentReport, IsolationReport, KernelCheck
+from hf_speedkit.core.throughput import RunTotals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackingSummary:
+    """How documents became rows, for one epoch.
+
+    Args:
+        strategy: the planner that made the plan.
+        packs: rows of the first epoch.
+        tokens_per_batch: slots of a row.
+        packing_efficiency: real tokens / slots, 0..1.
+        padded_batches: batches of the same documents in the same order, padded in two dimensions (rows x longest <=
+            tokens_per_batch).
+        padded_efficiency: real tokens / slots computed by those batches.
+    """
+
+    strategy: str
+    packs: int
+    tokens_per_batch: int
+    packing_efficiency: float
+    padded_batches: int
+    padded_efficiency: float
+
+    @property
+    def fewer_batches(self) -> float:
+        """Share of batches saved, 0..1."""
+        return 1.0 - self.packs / self.padded_batches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSummary:
+    """First and last logged training loss: the means over the first and the last logging window."""
+
+    first: float
+    last: float
+    first_step: int
+    last_step: int
+
+    @property
+    def change(self) -> float:
+        """(last - first) / first; negative when the model learned."""
+        return (self.last - self.first) / self.first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """Everything the closing table says. `None` = not measured or not asked for.
+
+    Args:
+        world_size: ranks that trained.
+        documents: what became of the training documents.
+        packing: how they were packed.
+        totals: tokens, steps, times and steady rates.
+        loss: first and last loss.
+        kernels: verdict of each function.
+        isolation: the proof.
+        changed_layers: what was put in place for packed rows.
+        output_dir: where the model and the step log are.
+        step_log: name of the step log inside it.
+        report_to: trackers that got the metrics.
+    """
+
+    world_size: int
+    documents: DocumentReport | None
+    packing: PackingSummary | None
+    totals: RunTotals | None
+    loss: LossSummary | None
+    kernels: tuple[KernelCheck, ...]
+    isolation: IsolationReport | None
+    changed_layers: tuple[str, ...]
+    output_dir: str
+    step_log: str | None
+    report_to: tuple[str, ...]
+
+
+def loss_summary(log_history: Sequence[Mapping[str, float]]) -> LossSummary | None:
+    """First and last entry with a training loss; None before the first."""
+    losses = [(int(entry["step"]), float(entry["loss"])) for entry in log_history if "loss" in entry]
+    if not losses:
+        return None
+    (first_step, first), (last_step, last) = losses[0], losses[-1]
+    return LossSummary(first=first, last=last, first_step=first_step, last_step=last_step)

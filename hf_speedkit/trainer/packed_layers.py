@@ -1,0 +1,81 @@
+"""What a model's layers run on while packed rows go through it; put back afterwards."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from hf_speedkit.kernels.attention import register, unsupported_reason
+from hf_speedkit.kernels.bindings import bind_references
+
+logger = logging.getLogger(__name__)
+
+_MASKED = ("sdpa", "eager")
+
+
+@contextmanager
+def packed_layers(
+    model: torch.nn.Module, *, device: torch.device, references: bool, attention: str
+) -> Iterator[tuple[str, ...]]:
+    """Make a model's layers ready for packed rows for the time of the context.
+
+    Args:
+        model: the transformers model (a PEFT wrapper is fine).
+        device: where it runs.
+        references: bind boundary-aware references where only transformers' fallback is there, which cannot keep
+            documents apart. False in strict mode: there the fallback is refused, by the name it has.
+        attention: "auto" replaces sdpa and eager attention with torch's variable-length attention where it can do
+            what the model needs; "keep" leaves it.
+
+    Yields:
+        One line per thing that was changed.
+    """
+    with ExitStack() as stack:
+        changed: list[str] = []
+        if references:
+            changed += [f"{name}: hf_speedkit reference" for name in stack.enter_context(bind_references(model)).functions]
+        if attention == "auto" and _use_varlen_attention(model, device):
+            before = model.config._attn_implementation
+            model.set_attn_implementation(register())
+            stack.callback(model.set_attn_implementation, before)
+            changed.append(f"attention: {before} -> {model.config._attn_implementation}")
+        for line in changed:
+            logger.info("packed layers: %s", line)
+        yield tuple(changed)
+
+
+@contextmanager
+def padded_attention(model: torch.nn.Module) -> Iterator[None]:
+    """Give padded batches an attention that reads masks, inside `packed_layers`."""
+    before = model.config._attn_implementation
+    if before != register():
+        yield
+        return
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _use_varlen_attention(model: Any, device: torch.device) -> bool:
+    if getattr(model.config, "_attn_implementation", None) not in _MASKED:
+        return False
+    # The class says it can do without a mask: chunked attention, for one, cannot.
+    if not getattr(_base(model), "_supports_flash_attn", False):
+        return False
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    reason = unsupported_reason(model.config.get_text_config(), dtype=dtype, device=device)
+    if reason is not None:
+        logger.info("packed attention stays on %s: %s", model.config._attn_implementation, reason)
+    return reason is None
+
+
+def _base(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -1,0 +1,161 @@
+"""The table at the end of a run. It renders a RunSummary and computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from hf_speedkit.core.records import KernelCheck, KernelVerdict
+from hf_speedkit.core.summary import RunSummary
+
+_WIDTH = 110
+Row = tuple[str, str]
+
+
+def print_summary(summary: RunSummary, *, notes: Sequence[str] = (), console: Console | None = None) -> None:
+    """Print the closing table.
+
+    Args:
+        summary: what the run came to (`SpeedSFTTrainer.summary()`).
+        notes: lines about the data that only the caller knows, shown first.
+        console: where to; standard output, at a fixed width when it is no terminal.
+    """
+    if console is None:
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=_WIDTH)
+    table = Table(title="hf_speedkit: what happened", title_justify="left", show_header=False, min_width=80)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for title, rows in _sections(summary, notes):
+        table.add_section()
+        for name, value in rows:
+            table.add_row(escape(name or title), escape(value))
+    console.print(table)
+
+
+def _sections(summary: RunSummary, notes: Sequence[str]) -> Iterator[tuple[str, list[Row]]]:
+    yield "data", [*(("data", note) for note in notes), *_document_rows(summary)]
+    yield "packing", list(_packing_rows(summary))
+    yield "speed", list(_speed_rows(summary))
+    yield "loss", list(_loss_rows(summary))
+    yield "kernels", list(_kernel_rows(summary.kernels))
+    yield "isolation", list(_isolation_rows(summary))
+    yield "look at it", list(_look_rows(summary))
+
+
+def _document_rows(summary: RunSummary) -> list[Row]:
+    return [("documents", summary.documents.sentence())] if summary.documents is not None else []
+
+
+def _packing_rows(summary: RunSummary) -> Iterator[Row]:
+    packing = summary.packing
+    if packing is None:
+        yield "packing", "off"
+        return
+    yield (
+        "packs",
+        f"{packing.packs:,} rows of {packing.tokens_per_batch:,} slots an epoch ({packing.strategy})",
+    )
+    yield "packing efficiency", f"{packing.packing_efficiency:.1%} of slots hold a token"
+    yield (
+        "2-D padding",
+        f"{packing.padded_batches:,} batches at {packing.padded_efficiency:.1%} for the same documents: "
+        f"packing needs {packing.fewer_batches:.0%} fewer",
+    )
+
+
+def _speed_rows(summary: RunSummary) -> Iterator[Row]:
+    totals = summary.totals
+    if totals is None:
+        yield "speed", "not measured"
+        return
+    for name, key in (("slots", "slots"), ("real tokens", "real_tokens"), ("target tokens", "target_tokens")):
+        rate = totals.rates.get(f"speed/{key}_per_second")
+        if rate is not None:
+            each = f" ({rate / summary.world_size:,.0f} per device)" if summary.world_size > 1 else ""
+            yield f"{name} / s", f"{rate:,.0f}{each}"
+    tokens = totals.session
+    yield (
+        "trained on",
+        f"{tokens.slots:,} slots, {_number(tokens.real)} real and {_number(tokens.target)} target tokens, "
+        f"{_number(tokens.documents)} documents in {totals.session_steps:,} steps",
+    )
+    step = totals.rates.get("speed/step_time_s")
+    if step is not None:
+        parts = [
+            f"{label} {totals.rates[key]:.3f} s ({totals.rates[key] / step:.1%})"
+            for label, key in (
+                ("data wait", "speed/data_wait_s"),
+                ("host", "speed/host_time_s"),
+                ("device", "speed/device_time_s"),
+            )
+            if key in totals.rates
+        ]
+        yield "step time", f"{step:.3f} s, mean of {totals.steady_steps:,} steady steps: " + ", ".join(parts)
+    outside = {
+        "evaluation": totals.eval_time_s,
+        "saving": totals.save_time_s,
+        "logging": totals.log_time_s,
+    }
+    spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in outside.items() if seconds >= 0.05)
+    if spent:
+        yield "not in step time", spent
+    if "speed/mfu" in totals.rates:
+        yield "MFU", f"{totals.rates['speed/mfu']:.1f} %"
+    if totals.nonfinite_steps:
+        yield "non-finite steps", f"{totals.nonfinite_steps:,}"
+
+
+def _loss_rows(summary: RunSummary) -> Iterator[Row]:
+    loss = summary.loss
+    if loss is not None:
+        yield (
+            "loss",
+            f"{loss.first:.3f} (step {loss.first_step}) -> {loss.last:.3f} (step {loss.last_step}), {loss.change:+.0%}",
+        )
+
+
+def _kernel_rows(checks: Sequence[KernelCheck]) -> Iterator[Row]:
+    if not checks:
+        yield "kernels", "not looked at"
+    ordered = sorted(checks, key=lambda check: (check.verdict.value, check.evidence))
+    for (verdict, evidence), group in groupby(ordered, key=lambda check: (check.verdict, check.evidence)):
+        names = ", ".join(f"{check.function} ({check.layers} of {check.layers_total} layers)" for check in group)
+        yield f"kernels {verdict.value}", f"{names}: {evidence}"
+    if any(check.verdict is KernelVerdict.FALLBACK for check in checks):
+        yield "", "a fallback is right but slow; on a GPU it would have stopped the run before step 1"
+
+
+def _isolation_rows(summary: RunSummary) -> Iterator[Row]:
+    report = summary.isolation
+    if report is None:
+        yield "isolation", "not checked"
+        return
+    yield (
+        "isolation",
+        f"proven on {report.documents} packed documents: output change {report.output_change:.1g}, "
+        f"gradient at other documents {report.gradient_leak:.1g} (own {report.own_gradient:.2g})",
+    )
+    if report.operations:
+        yield "", f"one by one: {', '.join(report.operations)}"
+    for line in summary.changed_layers:
+        yield "put in place", line
+
+
+def _look_rows(summary: RunSummary) -> Iterator[Row]:
+    yield "look at it", f"model in {summary.output_dir}"
+    if summary.step_log is not None:
+        yield "", f"one JSON line a step in {summary.output_dir}/{summary.step_log}"
+    if summary.report_to:
+        yield "", f"curves in {', '.join(summary.report_to)}, under train/speed/"
+    else:
+        yield "", "curves: pip install wandb, then --report_to wandb (WANDB_MODE=offline needs no account)"
+
+
+def _number(value: int | None) -> str:
+    return "unknown" if value is None else f"{value:,}"

@@ -1,0 +1,198 @@
+"""The proof itself: it passes on models that keep documents apart, and names what leaks in those that do not."""
+
+import copy
+import sys
+
+import pytest
+import torch
+from support import tiny_hybrid, tiny_llama
+
+from hf_speedkit.core.errors import IsolationError, PackingError
+from hf_speedkit.kernels import reference
+from hf_speedkit.kernels.bindings import bind_references
+from hf_speedkit.packing.collator import PackedCollator
+from hf_speedkit.packing.isolation import assert_isolation, probe_isolation
+
+MODELING = "transformers.models.qwen3_5.modeling_qwen3_5"
+
+
+def packed(lengths=(9, 7, 12, 5), slots=40, **kwargs):
+    from support import token_documents
+
+    batch = PackedCollator(0, slots)([{"input_ids": d} for d in token_documents(lengths)])
+    batch.pop("token_counts")
+    batch.update(kwargs)
+    return {key: value for key, value in batch.items() if value is not None}
+
+
+@pytest.fixture
+def hybrid():
+    model = tiny_hybrid()
+    with bind_references(model):
+        yield model
+
+
+def leaky(monkeypatch, function):
+    """Let one operation forget the boundaries."""
+    module = sys.modules[MODELING]
+    original = vars(module)[function]
+
+    def without_boundaries(*args, **kwargs):
+        return original(*args, **{**kwargs, "cu_seqlens": None, "seq_idx": None})
+
+    monkeypatch.setattr(module, function, without_boundaries)
+
+
+def test_a_boundary_aware_hybrid_is_exactly_isolated(hybrid):
+    report = assert_isolation(hybrid, packed())
+    assert (report.output_change, report.gradient_leak) == (0.0, 0.0)
+    assert report.own_gradient > 0.0
+    assert report.others_change > 0.0
+    assert report.operations == ("convolution", "recurrence", "attention")
+    assert report.documents == 5  # four and the padding tail
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        pytest.param("causal_conv1d_fn", "convolution", id="v02 the convolution leaks"),
+        pytest.param("torch_chunk_gated_delta_rule", "recurrence", id="v03 the recurrence leaks"),
+    ],
+)
+def test_the_leaking_operation_is_named(hybrid, monkeypatch, function, name):
+    leaky(monkeypatch, function)
+    with pytest.raises(IsolationError, match=f"see one another through {name}\n"):
+        assert_isolation(hybrid, packed())
+
+
+def test_v03_a_convolution_leak_does_not_hide_a_recurrence_leak(hybrid, monkeypatch):
+    for function in ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"):
+        leaky(monkeypatch, function)
+    assert probe_isolation(hybrid, packed()).leaks == ("convolution", "recurrence")
+
+
+@pytest.mark.parametrize("a_log", [0.02, 16.0], ids=["slow decay", "fast decay"])
+def test_v04_a_leak_is_seen_however_fast_the_state_forgets(hybrid, monkeypatch, a_log):
+    leaky(monkeypatch, "torch_chunk_gated_delta_rule")
+    with torch.no_grad():
+        for name, parameter in hybrid.named_parameters():
+            if name.endswith("A_log"):
+                parameter.fill_(torch.tensor(a_log).log())
+    report = probe_isolation(hybrid.to(torch.bfloat16), packed((40, 24, 30), slots=100))
+    assert "recurrence" in report.leaks
+    assert report.output_change > 1e-2  # far above what rounding does to log-probabilities of about 4
+
+
+def test_v01_position_ids_alone_do_not_keep_a_hybrid_apart(hybrid):
+    batch = packed((7, 9), slots=16, cu_seq_lens_q=None, cu_seq_lens_k=None, seq_idx=None, chunk_indices=None)
+    report = probe_isolation(hybrid, batch)
+    assert not report.passed
+    assert report.leaks == ("convolution", "recurrence")
+
+
+def test_v06_a_model_that_drops_the_metadata_is_seen(hybrid):
+    original = hybrid.model.forward
+
+    def dropping(*args, cu_seq_lens_q=None, cu_seq_lens_k=None, seq_idx=None, **kwargs):
+        return original(*args, **kwargs)
+
+    hybrid.model.forward = dropping
+    assert probe_isolation(hybrid, packed()).leaks == ("convolution", "recurrence")
+
+
+def test_v15_positions_that_reset_do_not_isolate_plain_causal_attention():
+    from transformers import AttentionInterface
+
+    def plain_causal(module, query, key, value, attention_mask, scaling=None, **_):
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+        return out.transpose(1, 2), None
+
+    AttentionInterface.register("plain_causal_for_this_test", plain_causal)
+    model = tiny_llama()
+    model.set_attn_implementation("plain_causal_for_this_test")
+    with pytest.raises(IsolationError, match="through attention"):
+        assert_isolation(model, packed())
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_v07_masked_attention_is_isolated_when_positions_are_there(implementation):
+    model = tiny_llama()
+    model.set_attn_implementation(implementation)
+    assert assert_isolation(model, packed()).passed
+    with pytest.raises(PackingError, match="lacks position_ids"):
+        assert_isolation(model, packed(position_ids=None))
+
+
+def test_the_probe_leaves_no_trace(hybrid):
+    before = copy.deepcopy(hybrid.state_dict())
+    random_state = torch.get_rng_state()
+    hybrid.train()
+    assert_isolation(hybrid, packed())
+    assert all(torch.equal(value, before[name]) for name, value in hybrid.state_dict().items())
+    assert all(parameter.grad is None for parameter in hybrid.parameters())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert hybrid.training
+    assert not any(layer._forward_hooks for layer in hybrid.modules())
+
+
+def test_the_decay_is_restored_when_the_model_fails(hybrid):
+    before = copy.deepcopy(hybrid.state_dict())
+    hybrid.lm_head.forward = None
+    with pytest.raises(TypeError):
+        probe_isolation(hybrid, packed())
+    assert all(torch.equal(value, before[name]) for name, value in hybrid.state_dict().items())
+
+
+def test_a_dead_model_proves_nothing(hybrid):
+    with torch.no_grad():
+        hybrid.lm_head.weight.zero_()
+    with pytest.raises(IsolationError, match="could not tell"):
+        assert_isolation(hybrid, packed())
+
+
+def test_a_model_that_gives_nan_does_not_pass(hybrid):
+    with torch.no_grad():
+        hybrid.lm_head.weight.fill_(float("nan"))
+    assert not probe_isolation(hybrid, packed()).passed
+
+
+def test_one_document_alone_proves_nothing(hybrid):
+    with pytest.raises(IsolationError, match="row of 1 document"):
+        assert_isolation(hybrid, packed((16,), slots=16))
+
+
+def test_gradient_checkpointing_and_frozen_embeddings_are_probed_too(hybrid):
+    hybrid.train()
+    hybrid.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    hybrid.get_input_embeddings().weight.requires_grad_(False)
+    assert assert_isolation(hybrid, packed()).passed
+
+
+def test_dropout_does_not_look_like_a_leak():
+    model = tiny_llama()
+    model.config.attention_dropout = 0.5
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    model.set_attn_implementation("eager")
+    model.train()
+    assert assert_isolation(model, packed()).passed
+
+
+def test_trls_fused_head_is_probed_through_the_call_that_trains(hybrid):
+    from trl.trainer.utils import add_fused_lm_head
+
+    plain = probe_isolation(hybrid, packed())
+    add_fused_lm_head(hybrid)
+    calls = []
+    hybrid.model.register_forward_hook(lambda *_: calls.append(1))
+    fused = assert_isolation(hybrid, packed())
+    assert fused.passed
+    assert fused.own_gradient == pytest.approx(plain.own_gradient, rel=1e-4)
+    assert len(calls) == 2
+
+
+def test_the_reference_is_what_was_bound(hybrid):
+    assert vars(sys.modules[MODELING])["causal_conv1d_fn"].__module__.startswith("hf_speedkit")
+    assert reference.causal_conv1d_fn is not None
