@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 
+from hf_speedkit.core.document_records import DocumentReport as DocumentReport
+
 
 class KernelVerdict(str, Enum):
     """What an inspected function turned out to be."""
