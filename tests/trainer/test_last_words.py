@@ -152,15 +152,19 @@ def test_the_other_ranks_of_a_host_leave_the_word_to_rank_0_for_a_while(monkeypa
 
 
 @pytest.mark.parametrize(
-    ("seconds_off", "waits_s"), [(0.0, 0.3), (1.0, 0.0)], ids=["it still runs", "its number is another's now"]
+    ("seconds_off", "longest_wait_s"), [(0.0, 0.3), (1.0, 60.0)], ids=["it still runs", "its number is another's now"]
 )
-def test_the_watcher_waits_a_bounded_time_for_that_process_and_no_other(monkeypatch, capsys, seconds_off, waits_s):
-    monkeypatch.setattr(last_words, "_LONGEST_WAIT_S", 0.3)
+def test_the_watcher_waits_a_bounded_time_for_that_process_and_no_other(
+    monkeypatch, capsys, seconds_off, longest_wait_s
+):
+    monkeypatch.setattr(last_words, "_LONGEST_WAIT_S", longest_wait_s)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(MESSAGE.encode())))
     me = psutil.Process()
     began = time.monotonic()
     last_words._watch(me.pid, me.create_time() + seconds_off)
-    assert waits_s <= time.monotonic() - began < waits_s + 0.25
+    waited_s = time.monotonic() - began
+    assert (waited_s >= longest_wait_s) is (seconds_off == 0)
+    assert waited_s < 30
     assert capsys.readouterr().err == f"\n{MESSAGE}\n"
 
 
