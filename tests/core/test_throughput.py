@@ -57,7 +57,7 @@ def test_v59_minutes_of_warm_up_stay_out_of_the_steady_rate_and_are_labelled():
 def test_v59_holds_for_the_run_when_every_step_is_its_own_window():
     ledger = Ledger()
     for record in run([300, 60] + [2] * 8):
-        window, ledger = window_of([[record]], ledger)
+        _, ledger = window_of([[record]], ledger)
     assert run_totals(ledger).rates["speed/real_tokens_per_second"] == 500
 
 

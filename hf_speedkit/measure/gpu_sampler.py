@@ -1,0 +1,144 @@
+"""Utilisation, power, clocks and memory of one GPU, sampled by NVML in a thread.
+
+Utilisation here is NVML's share of time in which any kernel ran. It stands at 98 % for a GPU that does a tenth of the
+work it could; it is sampled to be shown beside tokens per second, never alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hf_speedkit.core.records import GpuUsage
+from hf_speedkit.measure.nvml import NvmlUnavailableError, nvml_session, optional, visible_handles
+
+INTERVAL_S = 1.0
+"""NVML updates utilisation about once a second on data centre GPUs; asking more often repeats the same value."""
+
+# Reasons that mean "for power or heat": software power cap, hardware slowdown, software and hardware thermal slowdown,
+# power brake. Idle, application clocks and sync boost are left out. Values: NVML's nvmlClocksEventReasons constants.
+_THROTTLED = 0x04 | 0x08 | 0x20 | 0x40 | 0x80
+
+_STOP_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    utilization_percent: float | None
+    power_w: float | None
+    sm_clock_mhz: float | None
+    memory_gib: float | None
+    throttled: bool | None
+
+
+class GpuSampler:
+    """Samples one GPU until it is stopped. Never raises into its user: what cannot be read is None, with a reason.
+
+    Args:
+        index: which of the visible GPUs, counted as torch counts them.
+        uuid: that GPU's UUID ("GPU-..."), which settles which one is meant; by index without it.
+        interval_s: seconds between samples.
+        nvml: a module with pynvml's functions; pynvml itself by default.
+    """
+
+    def __init__(
+        self, index: int = 0, *, uuid: str | None = None, interval_s: float = INTERVAL_S, nvml: Any = None
+    ) -> None:
+        self._index = index
+        self._uuid = uuid
+        self._interval_s = interval_s
+        self._nvml = nvml
+        self._samples: list[_Sample] = []
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._ready = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.reason: str | None = None
+        """Why there are no samples; None while there is nothing to explain."""
+
+    def start(self) -> None:
+        """Begin sampling in a thread; returns when the first sample was taken or could not be."""
+        if self._thread is not None:
+            return
+        self._stop.clear()
+        self._ready.clear()
+        # A daemon, so that a training process that dies of an exception does not hang on it.
+        self._thread = threading.Thread(target=self._run, name="hf_speedkit-gpu-sampler", daemon=True)
+        self._thread.start()
+        self._ready.wait(_STOP_TIMEOUT_S)
+
+    def stop(self) -> None:
+        """End the thread. May be called twice, or without `start`."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._stop.set()
+        thread.join(_STOP_TIMEOUT_S)
+
+    def window(self) -> GpuUsage | None:
+        """Means of the samples since the last call; None where there are none (`reason` says why)."""
+        with self._lock:
+            samples, self._samples = self._samples, []
+        if not samples:
+            return None
+        return GpuUsage(
+            samples=len(samples),
+            utilization_percent=_mean([sample.utilization_percent for sample in samples]),
+            power_w=_mean([sample.power_w for sample in samples]),
+            sm_clock_mhz=_mean([sample.sm_clock_mhz for sample in samples]),
+            memory_gib=_mean([sample.memory_gib for sample in samples]),
+            throttled_percent=_mean([None if s.throttled is None else 100.0 * s.throttled for s in samples]),
+        )
+
+    def _run(self) -> None:
+        try:
+            with nvml_session(self._nvml) as nvml:
+                handle = self._find(nvml)
+                while True:
+                    sample = _read(nvml, handle)
+                    with self._lock:
+                        self._samples.append(sample)
+                    self._ready.set()
+                    if self._stop.wait(self._interval_s):
+                        return
+        except NvmlUnavailableError as error:
+            self.reason = str(error)
+        finally:
+            self._ready.set()
+
+    def _find(self, nvml: Any) -> Any:
+        if self._uuid is not None:
+            handle = optional(nvml, lambda: nvml.nvmlDeviceGetHandleByUUID(self._uuid))
+            if handle is not None:
+                return handle
+        handles = visible_handles(nvml)
+        if self._index >= len(handles):
+            raise NvmlUnavailableError(f"NVML shows {len(handles)} visible GPUs, number {self._index} was asked for")
+        return handles[self._index]
+
+
+def _read(nvml: Any, handle: Any) -> _Sample:
+    utilization = optional(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+    milliwatts = optional(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+    memory = optional(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used)
+    return _Sample(
+        utilization_percent=None if utilization is None else float(utilization),
+        power_w=None if milliwatts is None else milliwatts / 1e3,
+        sm_clock_mhz=optional(nvml, lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+        memory_gib=None if memory is None else memory / 2**30,
+        throttled=_throttled(nvml, handle),
+    )
+
+
+def _throttled(nvml: Any, handle: Any) -> bool | None:
+    # Named ...ThrottleReasons before driver 535; both names exist in nvidia-ml-py 12.
+    read: Callable[[Any], int] | None = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", None)
+    reasons = None if read is None else optional(nvml, lambda: read(handle))
+    return None if reasons is None else bool(reasons & _THROTTLED)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
