@@ -100,6 +100,11 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         """Check the settings and settle the shape of a micro-batch."""
+        # TRL's own default is given under the old name, and transformers 5.23 warns about it at every start.
+        if self.activation_checkpointing is None:
+            self.activation_checkpointing = self.gradient_checkpointing
+        if self.activation_checkpointing_kwargs is None:
+            self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
         super().__post_init__()
         self._check_choices()
         if self.packing:

@@ -56,13 +56,16 @@ def check_dataset(dataset: object, *, text_field: str, formatting_func: object =
 
 
 def with_template_kwargs(dataset: Dataset | IterableDataset, args: SFTConfig) -> Dataset | IterableDataset:
-    """The dataset with the config's `chat_template_kwargs` on every row.
+    """The dataset with the config's `chat_template_kwargs` on every row, as TRL's tokenization reads it.
 
     TRL 1.16 has no setting for them: a column of that name is the only way in (sft_trainer.py, `tokenize_fn`). A
-    dataset that brings its own column keeps it.
+    dataset that brings its own column keeps it. A `prompt` column without a `completion` beside `messages`
+    (ultrachat_200k has one) goes: TRL would take the row for a prompt-completion pair and fail on the missing half.
     """
     kwargs = getattr(args, "chat_template_kwargs", None)
     columns = dataset.column_names or ()
+    if "messages" in columns and "prompt" in columns and "completion" not in columns:
+        dataset = dataset.remove_columns("prompt")
     if not kwargs or _TEMPLATE_COLUMN in columns or "input_ids" in columns:
         return dataset
     if isinstance(dataset, IterableDataset):

@@ -278,10 +278,10 @@ def _check_packing_request(args: SpeedSFTConfig, data_collator: Any, train_datas
             "packing plans rows from the lengths of all documents, and a streaming dataset has none",
             mend="load the dataset without streaming=True, or set packing=False",
         )
-    if (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+    if (args.activation_checkpointing_kwargs or {}).get("use_reentrant"):
         raise ConfigurationError(
             "reentrant checkpointing cannot be probed for isolation (torch.autograd.grad does not pass through it)",
-            mend='gradient_checkpointing_kwargs={"use_reentrant": False}, which is also what torch recommends',
+            mend='activation_checkpointing_kwargs={"use_reentrant": False}, which is also what torch recommends',
         )
     if not isinstance(model, str):
         refuse_leaking_family(model.config.get_text_config().model_type)

@@ -1,0 +1,22 @@
+"""Fixtures for every test."""
+
+import socket
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _no_network_and_no_trackers(monkeypatch):
+    """Tests never leave the machine, and no tracker or token of the developer is used."""
+    for name in ("WANDB_API_KEY", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+
+@pytest.fixture
+def free_port():
+    """A port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,52 @@
+"""Two gloo processes: one rank's failure stops both, at once and with the same message."""
+
+import os
+import time
+
+import pytest
+import torch.multiprocessing as mp
+
+from hf_speedkit.core.errors import PackingError, SpeedkitError
+from hf_speedkit.trainer.agreement import agree
+
+
+def failing():
+    raise PackingError("rank 1 has no documents", mend="check its shard")
+
+
+def run(rank, port, queue):
+    import torch.distributed as dist
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    queue.put((rank, "result", agree(lambda: rank + 10)))
+    try:
+        agree(failing if rank == 1 else lambda: None)
+    except SpeedkitError as error:
+        queue.put((rank, type(error).__name__, str(error)))
+    dist.destroy_process_group()
+
+
+@pytest.mark.two_process
+def test_a_failure_on_one_rank_is_raised_on_all(free_port):
+    context = mp.get_context("spawn")
+    queue = context.SimpleQueue()
+    began = time.monotonic()
+    mp.start_processes(run, args=(free_port, queue), nprocs=2, start_method="spawn")
+    assert time.monotonic() - began < 60
+    said = {}
+    while not queue.empty():
+        rank, kind, value = queue.get()
+        said.setdefault(rank, []).append((kind, value))
+    assert said[0][0] == ("result", 10)
+    assert said[1] == [("result", 11), ("PackingError", "rank 1 has no documents\nMend it:  check its shard")]
+    kind, message = said[0][1]
+    assert kind == "SpeedkitError"
+    assert "rank 1 of 2 cannot train" in message
+    assert "rank 1 has no documents" in message
+
+
+def test_a_single_process_just_runs_the_check():
+    assert agree(lambda: 3) == 3
+    with pytest.raises(PackingError):
+        agree(failing)

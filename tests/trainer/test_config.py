@@ -1,0 +1,98 @@
+import dataclasses
+
+import pytest
+from trl import SFTConfig
+
+from hf_speedkit import SpeedSFTConfig
+from hf_speedkit.core.errors import ConfigurationError
+
+
+def config(tmp_path, **kwargs):
+    return SpeedSFTConfig(**{"output_dir": str(tmp_path / "out"), "use_cpu": True, "bf16": False, **kwargs})
+
+
+def test_every_setting_of_sft_config_is_there():
+    theirs = {field.name for field in dataclasses.fields(SFTConfig)}
+    assert theirs <= {field.name for field in dataclasses.fields(SpeedSFTConfig)}
+
+
+def test_packing_proof_and_metrics_are_on_by_default(tmp_path):
+    made = config(tmp_path)
+    assert (made.packing, made.isolation_check, made.throughput, made.kernel_assertion) == (True, True, True, "auto")
+    assert made.logging_nan_inf_filter is False
+
+
+@pytest.mark.parametrize(
+    ("given", "tokens"),
+    [
+        ({}, 1024 * 8),
+        ({"max_length": 512, "per_device_train_batch_size": 2}, 1024),
+        ({"tokens_per_batch": 300, "per_device_train_batch_size": 4}, 300),
+    ],
+    ids=["SFTConfig's defaults", "v09 rows of a batch become one row", "given"],
+)
+def test_a_micro_batch_is_one_row_of_tokens_per_batch(tmp_path, given, tokens):
+    made = config(tmp_path, **given)
+    assert (made.tokens_per_batch, made.per_device_train_batch_size, made.max_length) == (tokens, 1, None)
+
+
+def test_making_one_emits_no_deprecation_warning(tmp_path, recwarn):
+    config(tmp_path)
+    assert not [w for w in recwarn if issubclass(w.category, FutureWarning)]
+
+
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
+@pytest.mark.parametrize("on", [True, False])
+def test_checkpointing_can_be_set_by_either_name(tmp_path, name, on):
+    made = config(tmp_path, **{name: on})
+    assert (made.activation_checkpointing, made.gradient_checkpointing) == (on, on)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"packing_strategy": "wrapped"}, "attend to one another"),
+        ({"packing_strategy": "knapsack"}, "is not a choice"),
+        ({"overlong": "cut"}, "error, split, truncate, drop"),
+        ({"kernel_assertion": "maybe"}, "auto, strict, warn, off"),
+        ({"packed_attention": "on"}, "auto, keep"),
+        ({"padding_free": True}, "packing=True is enough"),
+        ({"max_length": None}, "set tokens_per_batch"),
+        ({"tokens_per_batch": 1}, "no token to predict"),
+        ({"tokens_per_batch": 0}, "no token to predict"),
+        ({"per_device_eval_batch_size": 8}, "per_device_eval_batch_size=1"),
+        ({"auto_find_batch_size": True}, "lower tokens_per_batch"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_settings_that_cannot_work_are_refused_with_the_one_to_change(tmp_path, given, message):
+    with pytest.raises(ConfigurationError, match=message):
+        config(tmp_path, **given)
+    assert not (tmp_path / "out").exists()
+
+
+def test_v22_padding_free_beside_packing_names_the_fix(tmp_path):
+    with pytest.raises(ConfigurationError, match="leave padding_free unset"):
+        config(tmp_path, padding_free=True, max_length=512)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ours", "overlong"),
+    [("bfd", "best_fit_decreasing", "error"), ("bfd_split", "best_fit_decreasing", "split")],
+)
+def test_trl_strategies_are_understood(tmp_path, strategy, ours, overlong):
+    made = config(tmp_path, packing_strategy=strategy)
+    assert (made.packing_strategy, made.overlong) == (ours, overlong)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("packing", [True, False])
+def test_an_sft_config_is_taken_over_as_its_user_wrote_it(tmp_path, packing):
+    theirs = SFTConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, packing=packing, max_length=256,
+        per_device_train_batch_size=2, learning_rate=3e-4, gradient_checkpointing=False, hub_token="t0ken",
+    )  # fmt: skip
+    ours = SpeedSFTConfig.from_sft_config(theirs)
+    assert (ours.packing, ours.learning_rate, ours.activation_checkpointing) == (packing, 3e-4, False)
+    assert ours.hub_token == "t0ken"
+    assert (ours.tokens_per_batch, ours.max_length) == ((512, None) if packing else (None, 256))

@@ -1,0 +1,147 @@
+"""One optimizer step on packed documents is the step on the same documents one at a time. Loss alone cannot tell."""
+
+import sys
+
+import pytest
+import torch
+from support import tiny_hybrid, tiny_llama, tiny_tokenizer, tokenized
+from transformers import TrainerCallback
+
+from hf_speedkit import PackedBatchSampler, SpeedSFTConfig, SpeedSFTTrainer
+from hf_speedkit.trainer.startup import StartupProof
+
+LENGTHS = (3, 11, 5, 8)
+SLOTS = 32
+SPLITS = {"4x1": [[0], [1], [2], [3]], "2x2": [[0, 1], [2, 3]], "1x4": [[0, 1, 2, 3]]}
+MODELS = {"hybrid": tiny_hybrid, "llama": tiny_llama}
+
+
+class FixedSampler(PackedBatchSampler):
+    """Yields the micro-batches that a test asks for."""
+
+    def __init__(self, micro_batches):
+        super().__init__(LENGTHS, tokens_per_batch=SLOTS)
+        self.micro_batches = micro_batches
+
+    def __len__(self):
+        return len(self.micro_batches)
+
+    def __iter__(self):
+        return iter(self.micro_batches)
+
+
+class GradientRecorder(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+        self.gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def one_at_a_time(model, dataset):
+    """Sum of the documents' losses over all targets, each document alone, through transformers as it is."""
+    model.train()
+    total = sum(len(row["input_ids"]) - 1 for row in dataset)
+    for row in dataset:
+        ids = torch.tensor([row["input_ids"]])
+        logits = model(ids, use_cache=False).logits[0, :-1]
+        (torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum") / total).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def packed_step(tmp_path, build, split, *, collate=None, keep_proof=True, **settings):
+    recorder = GradientRecorder()
+    micro_batches = SPLITS[split]
+
+    class Trainer(SpeedSFTTrainer):
+        def _packed_sampler(self, dataset, *, train):
+            return FixedSampler(micro_batches)
+
+    trainer = Trainer(
+        model=build(),
+        args=SpeedSFTConfig(
+            output_dir=str(tmp_path), use_cpu=True, bf16=False, tokens_per_batch=SLOTS, max_steps=1, max_grad_norm=0.0,
+            gradient_accumulation_steps=len(micro_batches), activation_checkpointing=False, save_strategy="no",
+            disable_tqdm=True, **settings,
+        ),
+        train_dataset=tokenized(LENGTHS),
+        processing_class=tiny_tokenizer(),
+        callbacks=[recorder],
+    )  # fmt: skip
+    if collate is not None:
+        original = trainer.data_collator
+        trainer.data_collator = lambda rows: collate(original(rows))
+    if not keep_proof:
+        trainer.remove_callback(StartupProof)
+    trainer.train()
+    return recorder.gradient
+
+
+def relative_error(found, expected):
+    # The global norm: per tensor, gradients of 1e-5 (A_log, dt_bias) carry rounding of 1e-5 relative.
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("split", SPLITS)
+def test_v25_the_gradient_is_that_of_the_documents_alone_for_every_split(tmp_path, build, split):
+    expected = one_at_a_time(build(), tokenized(LENGTHS))
+    assert relative_error(packed_step(tmp_path, build, split), expected) <= 1e-5
+
+
+@pytest.mark.parametrize("attention", ["auto", "keep"])
+def test_the_gradient_does_not_depend_on_the_attention_implementation(tmp_path, attention):
+    expected = one_at_a_time(tiny_hybrid(), tokenized(LENGTHS))
+    assert relative_error(packed_step(tmp_path, tiny_hybrid, "1x4", packed_attention=attention), expected) <= 1e-5
+
+
+def test_checkpointing_changes_no_gradient(tmp_path):
+    expected = one_at_a_time(tiny_hybrid(), tokenized(LENGTHS))
+
+    def checkpointed():
+        model = tiny_hybrid()
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        return model
+
+    assert relative_error(packed_step(tmp_path, checkpointed, "2x2"), expected) <= 1e-5
+
+
+@pytest.mark.parametrize("function", ["causal_conv1d_fn", "torch_chunk_gated_delta_rule"])
+def test_without_boundaries_in_a_layer_the_gradient_is_wrong(tmp_path, monkeypatch, function):
+    from hf_speedkit.kernels.bindings import bind_references
+
+    expected = one_at_a_time(tiny_hybrid(), tokenized(LENGTHS))
+    model = tiny_hybrid()
+    with bind_references(model):
+        module = sys.modules[type(model).__module__]
+        bound = vars(module)[function]
+        monkeypatch.setattr(module, function, lambda *a, **k: bound(*a, **{**k, "cu_seqlens": None, "seq_idx": None}))
+        found = packed_step(tmp_path, lambda: model, "1x4", keep_proof=False)
+    assert relative_error(found, expected) > 1e-3
+
+
+def not_resetting(batch):
+    return {**batch, "position_ids": torch.arange(batch["input_ids"].shape[1])[None]}
+
+
+def shifted_twice(batch):
+    labels = batch["labels"].roll(-1, dims=1)
+    labels[0, -1] = -100
+    return {**batch, "labels": labels}
+
+
+def scoring_first_tokens(batch):
+    return {**batch, "labels": batch["input_ids"]}
+
+
+@pytest.mark.parametrize("collate", [not_resetting, shifted_twice, scoring_first_tokens])
+def test_a_wrong_collator_gives_a_wrong_gradient(tmp_path, collate):
+    expected = one_at_a_time(tiny_hybrid(), tokenized(LENGTHS))
+    # "keep": sdpa takes its mask from the positions; with boundaries from cu_seq_lens, rotary positions are relative.
+    found = packed_step(tmp_path, tiny_hybrid, "1x4", collate=collate, keep_proof=False, packed_attention="keep")
+    assert relative_error(found, expected) > 1e-2
+
+
+@pytest.mark.parametrize("collate", [not_resetting, scoring_first_tokens])
+def test_a_wrong_collator_does_not_get_past_the_start(tmp_path, collate):
+    from hf_speedkit.core.errors import PackingError
+
+    with pytest.raises(PackingError):
+        packed_step(tmp_path, tiny_hybrid, "1x4", collate=collate)

@@ -1,0 +1,32 @@
+import pytest
+
+from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.trainer.output import existing_run, refuse_existing_run
+
+
+@pytest.mark.parametrize(
+    "name", ["speedkit_steps.jsonl", "trainer_state.json", "model.safetensors", "adapter_model.safetensors"]
+)
+def test_a_file_of_a_run_is_found(tmp_path, name):
+    (tmp_path / name).touch()
+    assert existing_run(tmp_path) == name
+
+
+def test_a_checkpoint_is_found(tmp_path):
+    (tmp_path / "checkpoint-5").mkdir()
+    assert existing_run(tmp_path) == "checkpoint-5"
+
+
+def test_other_files_and_missing_directories_are_no_run(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "checkpoint-5").touch()  # a file of that name
+    assert existing_run(tmp_path) is None
+    assert existing_run(tmp_path / "missing") is None
+
+
+def test_the_refusal_names_the_three_ways_on(tmp_path):
+    refuse_existing_run(tmp_path, None)
+    with pytest.raises(ConfigurationError) as refused:
+        refuse_existing_run(tmp_path, "checkpoint-5")
+    for way in ("another output_dir", "resume_from_checkpoint=true", "allow_existing_output=true"):
+        assert way in str(refused.value)
