@@ -1,0 +1,195 @@
+"""Read a trace file of any origin: `summarize_trace`. Recording one is in `trace_recorder`, cutting in `trace_trim`.
+
+Reads what torch.profiler writes (Chrome trace JSON, 2021 to 2026 schemas, CUDA and ROCm, plain or gzip). Nothing in a
+trace is executed, resolved or fetched; names are data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hf_speedkit.core.kernel_groups import blocks_host
+from hf_speedkit.core.trace_records import CallRow, DeviceSummary, StepFacts, TraceSummary
+from hf_speedkit.measure.trace_bytes import DEFAULT_LIMIT_BYTES
+from hf_speedkit.measure.trace_columns import Columns, read_columns
+from hf_speedkit.measure.trace_device import Window, device_summary, idle_causes, timeline, window_of
+from hf_speedkit.measure.trace_intervals import union
+from hf_speedkit.measure.trace_modules import module_rows
+from hf_speedkit.measure.trace_reader import TraceStream, device_names, whole_number
+from hf_speedkit.measure.trace_steps import step_of_events, step_summaries, steps_that_did_something, sync_rows
+from hf_speedkit.measure.trace_tables import call_rows, group_rows, kernel_rows, nest_operators, operator_rows
+from hf_speedkit.measure.trace_work import Host, Steps, Work, find_steps, host_activity, join_work
+
+
+def summarize_trace(path: str | Path, *, limit_bytes: int = DEFAULT_LIMIT_BYTES) -> TraceSummary:
+    """Read one trace file into tables, steps, devices and causes.
+
+    Cost, measured with benchmarks/trace_reading.py: linear in events; figures in benchmarks/results.
+
+    Args:
+        path: a trace written by torch.profiler, `.json` or `.json.gz`.
+        limit_bytes: JSON read at most, decompressed.
+
+    Returns:
+        The summary. A damaged file gives what could be read, with the reason in `partial`.
+
+    Raises:
+        TraceError: the file is absent, empty, no trace, or longer than the limit.
+    """
+    path = Path(path)
+    stream = TraceStream(path, limit_bytes=limit_bytes)
+    columns = read_columns(stream)
+    work = join_work(columns)
+    steps = find_steps(columns)
+    host = host_activity(columns, work)
+    operators = nest_operators(columns)
+    step_of_event = step_of_events(work, steps)
+    full = steps_that_did_something(columns, work, steps)
+    window = window_of(columns, work, steps, step_of_event, full)
+    devices, after_sync = _devices(columns, work, host, window, stream.metadata)
+    overhead = columns.table("overhead")
+    return TraceSummary(
+        file=path.name,
+        events=stream.count,
+        complete_events=columns.complete_events,
+        categories=columns.categories,
+        dropped_events=stream.dropped + columns.dropped,
+        partial=_partial(stream, columns),
+        notes=_notes(columns, steps, operators.overlapping),
+        rank=_distributed(stream.metadata, "rank"),
+        world_size=_distributed(stream.metadata, "world_size"),
+        steps=step_summaries(columns, work, steps, host, step_of_event, _origin(columns)),
+        cpu_ops=operator_rows(columns, operators),
+        cpu_op_calls=len(operators.table),
+        cpu_self_ns=int(operators.self_ns.sum()),
+        overlapping_ops=operators.overlapping,
+        kernels=kernel_rows(columns, work) if work.known else None,
+        device_time_ns=int(work.events.duration.sum()) if work.known else None,
+        device_unknown=_why_unknown(columns, work),
+        launches=len(work.events) if work.known else None,
+        launch_calls=int(work.launches.sum()) if work.known or work.launches.any() else None,
+        launches_before_window=int((work.call < 0).sum()),
+        launches_per_call_max=_most_per_call(work),
+        launch_delay_ns=_launch_delay(work),
+        runtime_calls=call_rows(columns, work.calls),
+        annotations=_ranges(columns),
+        device_annotations=call_rows(columns, columns.table("device_annotation")),
+        devices=devices,
+        groups=group_rows(work),
+        syncs=sync_rows(columns, operators, host, steps, after_sync),
+        sync_calls=tuple(row for row in call_rows(columns, work.calls) if blocks_host(row.name)),
+        modules=module_rows(columns, work, operators),
+        overhead_ns=union(overhead.start, overhead.end).total,
+        overhead=call_rows(columns, overhead),
+        longest_launch_call_ns=_longest_launch_call(work),
+        timeline=_timeline(work, devices, window),
+        facts=_facts(stream.metadata),
+    )
+
+
+def _devices(
+    columns: Columns, work: Work, host: Host, window: Window, metadata: Mapping[str, Any]
+) -> tuple[tuple[DeviceSummary, ...], Any]:
+    names = device_names(metadata)
+    after_sync = np.zeros(len(host.sync), dtype=np.int64)
+    summaries = []
+    for index, device in enumerate(work.devices):
+        here = work.device == index
+        busy = work.busy(here)
+        idle = idle_causes(work, host, busy, window, here)
+        # Per device, never summed: a sync is charged with the worst it did to any one of them.
+        after_sync = np.maximum(after_sync, idle.after_sync)
+        summaries.append(device_summary(columns, work, index, names.get(device), idle, busy, window))
+    return tuple(summaries), after_sync
+
+
+def _partial(stream: TraceStream, columns: Columns) -> tuple[str, ...]:
+    reasons = list(stream.partial)
+    dropped = stream.dropped + columns.dropped
+    if dropped:
+        reasons.append(f"{dropped:,} events could not be read or have impossible times, and are left out")
+    own = stream.metadata.get("hf_speedkit")
+    if isinstance(own, dict) and isinstance(own.get("partial"), str):
+        reasons.append(f"recorded as partial: {own['partial'][:200]}")
+    return tuple(reasons)
+
+
+def _notes(columns: Columns, steps: Steps, overlapping: int) -> tuple[str, ...]:
+    notes = []
+    if not len(steps):
+        notes.append("no ProfilerStep marks: the whole file counts as one step")
+    if steps.cut_off:
+        notes.append(f"{steps.cut_off:,} step marks beyond the first {len(steps):,} are left out")
+    if overlapping:
+        notes.append(f"{overlapping:,} CPU operations overlap others of their thread without lying inside them")
+    return tuple(notes)
+
+
+def _why_unknown(columns: Columns, work: Work) -> str | None:
+    if work.known:
+        return None
+    if work.launches.any():
+        return (
+            "the file holds launch calls but no device events: CUPTI was refused or taken (a second profiler, missing "
+            "privileges in the container, or a file cut off before them)"
+        )
+    if any(category.lower().startswith("mtia_") for category in columns.categories):
+        return "the device events of this accelerator are not ones this reader knows"
+    return "the file holds no device events: a CPU run, or the profiler was not asked for CUDA activity"
+
+
+def _distributed(metadata: Mapping[str, Any], key: str) -> int | None:
+    info = metadata.get("distributedInfo")
+    return whole_number(info.get(key)) if isinstance(info, dict) else None
+
+
+def _origin(columns: Columns) -> int:
+    return min((int(table.start.min()) for table in columns.tables.values() if len(table)), default=0)
+
+
+def _most_per_call(work: Work) -> int:
+    matched = work.call[work.call >= 0]
+    return int(np.bincount(matched).max()) if len(matched) else 0
+
+
+def _launch_delay(work: Work) -> int | None:
+    """Median over launch calls; of a CUDA graph the first kernel counts. Clock skew below 0 counts as 0."""
+    matched = np.flatnonzero(work.call >= 0)
+    if not len(matched):
+        return None
+    matched = matched[np.lexsort((work.events.start[matched], work.call[matched]))]
+    calls, first = np.unique(work.call[matched], return_index=True)
+    delays = work.events.start[matched[first]] - work.calls.start[calls]
+    return int(np.median(np.maximum(delays, 0)))
+
+
+def _longest_launch_call(work: Work) -> int | None:
+    durations = work.calls.duration[work.launches]
+    return int(durations.max()) if len(durations) else None
+
+
+def _ranges(columns: Columns) -> tuple[CallRow, ...]:
+    return call_rows(columns, columns.table("annotation"))
+
+
+def _timeline(work: Work, devices: tuple[DeviceSummary, ...], window: Window) -> Any:
+    if not devices or window.end <= window.start:
+        return None
+    busiest = max(range(len(devices)), key=lambda index: devices[index].window_busy_ns)
+    return timeline(work, busiest, window)
+
+
+def _facts(metadata: Mapping[str, Any]) -> StepFacts:
+    """What our own recorder wrote; a stranger's value that is not a plain positive number counts as unknown."""
+    own = metadata.get("hf_speedkit")
+    if not isinstance(own, dict):
+        return StepFacts()
+    whole = {key: whole_number(own.get(key)) for key in ("step", "micro_batches", "layers", "real_tokens", "slots")}
+    seconds = own.get("untraced_step_time_s")
+    usable = isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and 0 < seconds < math.inf
+    return StepFacts(**whole, untraced_step_time_s=float(seconds) if usable and seconds is not None else None)
