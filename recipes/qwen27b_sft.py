@@ -94,10 +94,21 @@ class RecipeArguments:
 
 def config_file(argv: list[str]) -> Path:
     """The YAML file: what `--config` names, else the one beside this script."""
-    path = Path(argv[argv.index("--config") + 1]) if "--config" in argv[:-1] else HERE / "qwen27b_sft.yaml"
+    given = [part for name, part in options(argv) if name == "config"]
+    path = Path(given[-1]) if given else HERE / "qwen27b_sft.yaml"
     if not path.is_file():
         raise ConfigurationError(f"there is no config file {str(path)!r}", mend=f"try: {TINY}")
     return path
+
+
+def options(argv: list[str]) -> list[tuple[str, str]]:
+    """The command line as (name, value) pairs: `--name value`, `--name=value`, or `--name` for true."""
+    pairs = []
+    for word, following in zip(argv, [*argv[1:], "--"], strict=False):
+        if word.startswith("--"):
+            name, given, value = word[2:].partition("=")
+            pairs.append((name, value if given else ("true" if following.startswith("--") else following)))
+    return pairs
 
 
 def settings(config: Path, argv: list[str]) -> dict[str, Any]:
@@ -105,11 +116,7 @@ def settings(config: Path, argv: list[str]) -> dict[str, Any]:
     values = yaml.safe_load(config.read_text(encoding="utf-8"))
     if not isinstance(values, dict):
         raise ConfigurationError(f"{str(config)!r} holds no settings", mend="write one `key: value` a line")
-    for name, value in zip(argv, [*argv[1:], "true"], strict=True):
-        if name.startswith("--"):
-            key, _, inline = name[2:].partition("=")
-            values[key] = yaml.safe_load(inline or ("true" if value.startswith("--") else value))
-    return values
+    return values | {name: yaml.safe_load(value) for name, value in options(argv)}
 
 
 def parse(config: Path, argv: list[str]) -> tuple[RecipeArguments, Any, Any]:
@@ -118,7 +125,7 @@ def parse(config: Path, argv: list[str]) -> tuple[RecipeArguments, Any, Any]:
 
     from hf_speedkit import SpeedSFTConfig
 
-    given = argv if "--config" in argv else ["--config", str(config), *argv]
+    given = argv if any(name == "config" for name, _ in options(argv)) else ["--config", str(config), *argv]
     try:
         recipe, args, model_args = TrlParser((RecipeArguments, SpeedSFTConfig, ModelConfig)).parse_args_and_config(given)
     except ValueError as error:

@@ -1,0 +1,141 @@
+"""The recipe: its two YAML files, its errors, and a whole tiny run through the launcher."""
+
+import ast
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import qwen27b_sft as recipe
+import yaml
+
+from hf_speedkit.core.errors import ConfigurationError
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "recipes" / "qwen27b_sft.py"
+TINY = ROOT / "recipes" / "tiny_sft.yaml"
+REAL = ROOT / "recipes" / "qwen27b_sft.yaml"
+
+
+def test_the_recipe_is_short_enough_to_read():
+    assert len(SCRIPT.read_text().splitlines()) <= 150
+
+
+def test_model_data_and_trainer_come_in_that_order():
+    body = next(n for n in ast.parse(SCRIPT.read_text()).body if getattr(n, "name", "") == "main")
+    text = ast.unparse(body)
+    places = [text.index(word) for word in ("from_pretrained(model_args", "load_dataset(recipe", "SpeedSFTTrainer(model")]
+    assert places == sorted(places)
+
+
+def test_the_config_beside_the_script_is_read_by_default():
+    assert recipe.config_file([]) == REAL
+    assert recipe.config_file(["--config", str(TINY)]) == TINY
+    assert recipe.config_file([f"--config={TINY}"]) == TINY
+
+
+def test_a_config_that_is_not_there_is_named():
+    with pytest.raises(ConfigurationError, match=r"no config file 'missing.yaml'"):
+        recipe.config_file(["--config", "missing.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--use_cpu", "true"], {"use_cpu": True}),
+        (["--use_cpu"], {"use_cpu": True}),
+        (["--use_cpu", "--seed", "3"], {"use_cpu": True, "seed": 3}),
+        (["--expected_parameters=8.0e+9"], {"expected_parameters": 8e9}),
+    ],
+)
+def test_the_command_line_goes_over_the_file(argv, expected):
+    values = recipe.settings(REAL, argv)
+    assert {key: values[key] for key in expected} == expected
+
+
+def test_the_real_job_is_what_it_says():
+    script, args, model = recipe.parse(REAL, [])
+    assert (model.model_name_or_path, model.dtype) == ("Qwen/Qwen3.8-27B", "bfloat16")
+    assert script.dataset_name == "HuggingFaceH4/ultrachat_200k"
+    assert args.tokens_per_batch == 8192
+    assert args.chat_template_kwargs == {"enable_thinking": False}
+    assert args.report_to == ["wandb"]
+    assert args.activation_checkpointing
+    assert args.optim == "adamw_torch_fused"
+    plugin = args.fsdp_plugin_args
+    assert plugin["fsdp_version"] == 2
+    assert plugin["transformer_cls_names_to_wrap"] == "Qwen3_5DecoderLayer"
+    assert not plugin.get("activation_checkpointing")  # beside the Trainer's own every forward would run three times
+
+
+@pytest.fixture
+def changed(tmp_path):
+    def write(source=TINY, **changes):
+        values = {**yaml.safe_load(source.read_text()), **changes}
+        path = tmp_path / "changed.yaml"
+        path.write_text(yaml.safe_dump({k: v for k, v in values.items() if v is not None}))
+        return path
+
+    return write
+
+
+def test_a_key_that_does_not_exist_is_named(changed):
+    path = changed(learning_rat=1.0)
+    with pytest.raises(ConfigurationError, match="learning_rat"):
+        recipe.parse(path, ["--config", str(path)])
+
+
+def test_a_job_without_data_is_refused(changed):
+    path = changed(tiny_chat=False)
+    with pytest.raises(ConfigurationError, match="dataset_name is not set"):
+        recipe.parse(path, ["--config", str(path)])
+
+
+def launch(*arguments, launcher=True, timeout=240, **environment):
+    command = [str(Path(sys.executable).with_name("accelerate")), "launch"] if launcher else [sys.executable]
+    env = {**os.environ, "TQDM_DISABLE": "1", "COLUMNS": "110", **environment}
+    return subprocess.run(
+        [*command, str(SCRIPT), *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout
+    )
+
+
+@pytest.mark.parametrize("launcher", [True, False], ids=["accelerate launch", "python"])
+def test_without_a_gpu_the_real_job_stops_in_seconds_with_one_message_last(launcher):
+    began = time.monotonic()
+    ended = launch(launcher=launcher, CUDA_VISIBLE_DEVICES="")
+    assert time.monotonic() - began < 30
+    assert ended.returncode == (1 if launcher else 2)
+    message = ended.stderr.rstrip().splitlines()[-4:]
+    assert "accelerate launch recipes/qwen27b_sft.py --config recipes/tiny_sft.yaml" in message[-1]
+    assert "GPU" in ended.stderr.rstrip()[-800:]
+    assert "Traceback" not in ended.stderr if not launcher else True
+
+
+def test_trl_is_not_imported_before_the_hardware_check():
+    probe = (
+        "import runpy, sys\n"
+        "try:\n    runpy.run_path(sys.argv[1], run_name='__main__')\n"
+        "except SystemExit as stop:\n    print(stop.code, sorted({'trl', 'torch', 'transformers', 'datasets'} & set(sys.modules)))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", probe, str(SCRIPT)], capture_output=True, text=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, cwd=ROOT, timeout=60,
+    )  # fmt: skip
+    # sys.argv[1] is the script itself and no option, so its own YAML file is read
+    assert ended.stdout.strip() == "2 []"
+
+
+@pytest.mark.slow
+def test_the_tiny_job_learns_and_its_table_says_what_happened(tmp_path):
+    out = tmp_path / "run"
+    ended = launch("--config", str(TINY), "--max_steps", "12", "--conversations", "80", "--output_dir", str(out))
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    for line in ("packing efficiency", "2-D padding", "real tokens / s", "step time", "isolation", "kernels FALLBACK"):
+        assert line in ended.stdout
+    assert (out / "model.safetensors").exists()
+    assert len((out / "speedkit_steps.jsonl").read_text().splitlines()) == 12
+    again = launch("--config", str(TINY), "--output_dir", str(out), launcher=False)
+    assert again.returncode == 2
+    assert "already holds a run" in again.stderr
