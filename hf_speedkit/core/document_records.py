@@ -73,7 +73,7 @@ class DocumentReport:
         if not said:
             return kept
         lost = self.dropped_tokens + self.cut_tokens
-        tokens = f": {lost:,} of {self.tokens_found:,} tokens ({self.lost_share:.1%}) lost" if lost else ""
+        tokens = f": {lost:,} of {self.tokens_found:,} tokens ({self.lost_share:.2%}) lost" if lost else ""
         return f"{kept} Of {self.documents_found:,} found {said}{tokens}."
 
 

@@ -51,7 +51,7 @@ def prepare_documents(
         DatasetError: no documents, none with targets, missing or unequal columns, a dataset that is packed already.
         PackingError: documents longer than a row under "error"; an `overlong` that is not a choice.
 
-    Cost: one pass over the labels, about 5 ns a token: 1.3 s for 207,865 documents of 1,259 tokens.
+    Cost: one pass over the labels, 8 ns a token: 2.1 s for 207,865 documents of 1,262 tokens (one core).
     """
     if overlong not in OVERLONG:
         raise PackingError(f"overlong={overlong!r} is not a choice", mend=f"overlong is one of: {', '.join(OVERLONG)}")
@@ -178,16 +178,29 @@ def _values(column: pa.ChunkedArray) -> _Ints:
 
 def _cut(documents: Dataset, rows: _Ints, limit: int, *, split: bool) -> _Pieces:
     """Cut the given rows at multiples of `limit`; without `split` only the first piece of each stays."""
-    table = documents.select(rows).with_format("arrow")[:]
-    lengths = _list_lengths(table["input_ids"])
+    chosen = documents.select(rows).with_format("arrow")
+    parts = [
+        _cut_block(block, rows[first : first + _BLOCK_ROWS], limit, split=split)
+        for first, block in zip(range(0, len(rows), _BLOCK_ROWS), _blocks(chosen), strict=True)
+    ]
+    return _Pieces(
+        table=pa.concat_tables([part.table for part in parts]),
+        parents=np.concatenate([part.parents for part in parts]),
+        lengths=np.concatenate([part.lengths for part in parts]),
+        targets=np.concatenate([part.targets for part in parts]),
+        starts=np.concatenate([part.starts for part in parts]),
+    )
+
+
+def _cut_block(block: pa.Table, rows: _Ints, limit: int, *, split: bool) -> _Pieces:
+    lengths = _list_lengths(block["input_ids"])
     counts = -(-lengths // limit)
     parent = np.repeat(np.arange(len(rows)), counts)
     starts = (np.arange(len(parent)) - (np.cumsum(counts) - counts)[parent]) * limit
     piece_lengths = np.minimum(limit, lengths[parent] - starts)
-    columns = {name: _recut(table[name], piece_lengths) for name in table.column_names}
-    pieces = pa.table(columns)
+    pieces = pa.table({name: _recut(block[name], piece_lengths) for name in block.column_names})
     targets = piece_lengths - 1
-    if "labels" in columns:
+    if "labels" in pieces.column_names:
         targets = _target_counts(_values(pieces["labels"]), piece_lengths)
     keep = (targets > 0) & (split | (starts == 0))
     return _Pieces(
@@ -203,8 +216,7 @@ def _recut(column: pa.ChunkedArray, lengths: _Ints) -> pa.Array:
     """The values of a list column, in order, as lists of other lengths."""
     values = pa.concat_arrays([chunk.flatten() for chunk in column.chunks])
     offsets = np.concatenate(([0], np.cumsum(lengths)))
-    if offsets[-1] < 2**31:
-        return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), values)
+    # 64-bit offsets: a block of very long documents may hold more than 2^31 tokens.
     return pa.LargeListArray.from_arrays(pa.array(offsets), values)
 
 
