@@ -101,6 +101,11 @@ class StepClock:
         self._waited_s = 0.0
         self.in_step = False
 
+    @property
+    def has_device(self) -> bool:
+        """Whether work is queued on a device."""
+        return self._device is not None
+
     def start(self) -> None:
         """Training begins now; whatever came before is forgotten."""
         self._finished.clear()
@@ -112,6 +117,10 @@ class StepClock:
 
     def begin_step(self) -> None:
         """The batches are there, the step's work begins: the time since the loop went on was data wait."""
+        if self.in_step:
+            # The last step never ended (an epoch that stops inside an accumulation window): its work joins this one.
+            self._next.host_time_s += self._segment()
+            return
         self._next.data_wait_s += self._segment()
         self._waited_s = 0.0
         self.in_step = True

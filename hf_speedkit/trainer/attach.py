@@ -1,0 +1,106 @@
+"""`attach`: put callbacks where their metrics reach every tracker."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from hf_speedkit.core.errors import ConfigurationError
+
+
+@runtime_checkable
+class LoopObserver(Protocol):
+    """A callback that also wants to know when the callbacks after it are through."""
+
+    attached: bool
+
+    def after_callbacks(
+        self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl
+    ) -> None:
+        """Every callback has handled `event`; the loop goes on."""
+
+
+class LoopMarker(TrainerCallback):  # type: ignore[misc]
+    """Stands last in the list and tells an observer when the loop goes on.
+
+    Without it, the time trackers take to log would be counted as waiting for data.
+
+    Args:
+        observer: the callback to tell.
+    """
+
+    def __init__(self, observer: LoopObserver) -> None:
+        self.observer = observer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """See the class."""
+        self.observer.after_callbacks("train_begin", args, state, control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """See the class."""
+        self.observer.after_callbacks("epoch_end", args, state, control)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """See the class."""
+        self.observer.after_callbacks("step_end", args, state, control)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """See the class; evaluation's own log is part of evaluation."""
+        if logs is not None and "loss" in logs:
+            self.observer.after_callbacks("log", args, state, control)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """See the class."""
+        self.observer.after_callbacks("evaluate", args, state, control)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """See the class."""
+        self.observer.after_callbacks("save", args, state, control)
+
+
+def attach(trainer: Trainer, *callbacks: TrainerCallback) -> None:
+    """Give callbacks to a trainer, ahead of those that report.
+
+    `Trainer(callbacks=...)` and `add_callback` put a callback behind the trackers, so what it adds to a log reaches the
+    console and nothing else. This puts it in front of them, behind the callback that decides when to log and save. A
+    callback the trainer already has is moved. Several keep their order, also over several calls.
+
+    Args:
+        trainer: a transformers Trainer or any subclass, before `train()`.
+        callbacks: instances of TrainerCallback.
+
+    Raises:
+        ConfigurationError: something else than a callback instance.
+    """
+    for callback in callbacks:
+        if not isinstance(callback, TrainerCallback):
+            name = callback.__name__ if isinstance(callback, type) else type(callback).__name__
+            raise ConfigurationError(
+                f"attach() takes callback instances, not {name}", mend=f"attach(trainer, {name}(...))"
+            )
+    listed: list[TrainerCallback] = trainer.callback_handler.callbacks
+    for callback in callbacks:
+        _take_out(listed, callback)
+        listed.insert(_first_reporter(listed), callback)
+        if isinstance(callback, LoopObserver):
+            callback.attached = True
+            listed.append(LoopMarker(callback))
+
+
+def _take_out(listed: list[TrainerCallback], callback: TrainerCallback) -> None:
+    listed[:] = [
+        other
+        for other in listed
+        if other is not callback and not (isinstance(other, LoopMarker) and other.observer is callback)
+    ]
+
+
+def _first_reporter(listed: list[TrainerCallback]) -> int:
+    reporters = (*INTEGRATION_TO_CALLBACK.values(), ProgressCallback, PrinterCallback)
+    for index, callback in enumerate(listed):
+        if isinstance(callback, reporters):
+            return index
+    return len(listed)

@@ -1,0 +1,116 @@
+"""Counts the micro-batches of each optimizer step, told by the trainer or seen by a hook on the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hf_speedkit.core.records import TokenCounts
+from hf_speedkit.trainer.observation import (
+    TOKEN_COUNTS_KEY,
+    CountedStep,
+    GradientProbe,
+    LabelRule,
+    Observation,
+    count_batch,
+    read,
+)
+
+_UNKNOWN = TokenCounts(slots=0, real=None, target=None, documents=None)
+
+
+class MicroBatchCounter:
+    """Keeps one Observation per step until the steps are taken.
+
+    Two sources: `count`, called by a trainer that knows its counts, and the hook that `watch` puts on a model. The
+    first `count` takes precedence for good: what the hook saw in that step is dropped and the hook stops counting.
+    """
+
+    def __init__(self) -> None:
+        self.current = Observation()
+        self._waiting: list[tuple[int, Observation]] = []
+        self._read: list[tuple[int, CountedStep]] = []
+        self._told = False
+        self._handle: Any = None
+        self._probe = GradientProbe()
+
+    @property
+    def steps_waiting(self) -> int:
+        """Finished steps that were not taken yet."""
+        return len(self._waiting) + len(self._read)
+
+    def count(self, counts: TokenCounts) -> None:
+        """Count one micro-batch."""
+        if not self._told:
+            self._told = True
+            self.current = Observation(excluded=self.current.excluded)
+        self.current.add(counts)
+
+    def watch(self, model: torch.nn.Module, *, counting: Callable[[], bool]) -> None:
+        """Look at the inputs of every training forward pass while `counting()` is true.
+
+        `token_counts` is taken out of the inputs in any case: it is ours, and the model does not know it.
+
+        Args:
+            model: the model whose forward gets the batch; hooks of a model inside DDP, FSDP2 or PEFT run as well.
+            counting: whether a training step is under way; start-up probes and evaluation are not.
+        """
+        rule = LabelRule.of(model)
+
+        def look(module: torch.nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+            counts = keywords.get(TOKEN_COUNTS_KEY)
+            if counting() and module.training and torch.is_grad_enabled() and not self._told:
+                self._see(arguments, keywords, counts, rule)
+            if counts is None:
+                return None
+            return arguments, {key: value for key, value in keywords.items() if key != TOKEN_COUNTS_KEY}
+
+        # Left out of torch.compile: it changes Python state, which a compiled graph must not capture.
+        uncompiled: Any = torch.compiler.disable(look)  # type: ignore[no-untyped-call]
+        self._handle = model.register_forward_pre_hook(uncompiled, with_kwargs=True)
+
+    def unwatch(self) -> None:
+        """Take the hook off again."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def look_at_gradient(self, model: torch.nn.Module) -> None:
+        """Queue a look at whether the step's gradient is finite."""
+        self.current.nonfinite = self._probe.look(model)
+
+    def end_step(self, number: int, *, excluded: str | None) -> None:
+        """The optimizer step with this number is over."""
+        if self.current.excluded is None:
+            self.current.excluded = excluded
+        if self.current.micro_batches == 0:
+            self.current.add(_UNKNOWN)  # no one saw a batch: unknown, not zero
+            self.current.micro_batches = 0
+        self._waiting.append((number, self.current))
+        self.current = Observation()
+
+    def peek(self) -> list[tuple[int, CountedStep]]:
+        """The finished steps, read from the device in one transfer. Waits for it: not for every step."""
+        numbers = [number for number, _ in self._waiting]
+        counted = read([observation for _, observation in self._waiting])
+        self._read += zip(numbers, counted, strict=True)
+        self._waiting = []
+        return self._read
+
+    def take(self) -> list[tuple[int, CountedStep]]:
+        """As `peek`, and forget them."""
+        taken, self._read = self.peek(), []
+        return taken
+
+    def _see(self, arguments: tuple[Any, ...], keywords: dict[str, Any], counts: Any, rule: LabelRule) -> None:
+        if isinstance(counts, TokenCounts):
+            self.current.add(counts)
+            return
+        with torch.no_grad():
+            seen = count_batch(arguments, keywords, rule)
+        if seen is None:
+            self.current.add(_UNKNOWN)
+        else:
+            self.current.add(*seen)

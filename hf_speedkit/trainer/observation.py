@@ -1,0 +1,214 @@
+"""What a step computed, seen from the model's inputs: on the host where the batch says, else on the device, unread.
+
+A batch of our collator carries its counts as Python ints. Any other batch is counted by a few tiny reductions on the
+device it lives on; their results stay there and are read together, once per logging step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hf_speedkit.core.records import NO_TOKENS, TokenCounts
+
+TOKEN_COUNTS_KEY = "token_counts"
+IGNORED_LABEL = -100
+
+# Heads that compare the label at a position with the output at the same position; the others look one ahead.
+# Names: keys of transformers' LOSS_MAPPING (transformers/loss/loss_utils.py, 5.23).
+_UNSHIFTED = frozenset({"ForMaskedLM", "ForTokenClassification"})
+
+
+@dataclass(slots=True)
+class Observation:
+    """One optimizer step while it is being counted.
+
+    Args:
+        micro_batches: forward passes seen.
+        tokens: the part of the counts known on the host.
+        on_device: the rest, by field of TokenCounts: integer scalars still to be read and added.
+        nonfinite: a boolean scalar on the device; None where no gradient was looked at.
+        excluded: why the step must not enter a rate.
+    """
+
+    micro_batches: int = 0
+    tokens: TokenCounts = NO_TOKENS
+    on_device: dict[str, torch.Tensor] = field(default_factory=dict)
+    nonfinite: torch.Tensor | None = None
+    excluded: str | None = None
+
+    def add(self, counts: TokenCounts, on_device: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Count one micro-batch."""
+        self.micro_batches += 1
+        self.tokens = self.tokens + counts
+        for name, value in (on_device or {}).items():
+            self.on_device[name] = self.on_device[name] + value if name in self.on_device else value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountedStep:
+    """One optimizer step, counted: what `read` makes of an Observation."""
+
+    micro_batches: int
+    tokens: TokenCounts
+    nonfinite: bool | None
+    excluded: str | None
+
+
+def read(observations: Sequence[Observation]) -> list[CountedStep]:
+    """Read what is still on the device, in one transfer, and finish the counts.
+
+    Waits for the device: call it at a logging step only, where the Trainer has just read the loss.
+    """
+    waiting = [value for observation in observations for value in _scalars(observation)]
+    # One stack and one host read for the whole window, whatever its length.
+    values = iter(torch.stack([value.to(torch.int64) for value in waiting]).tolist() if waiting else ())
+    return [_finish(observation, values) for observation in observations]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelRule:
+    """How a model's loss reads its labels.
+
+    Args:
+        shifted: the output at a position is compared with the next label, as in a causal language model.
+        encoder_decoder: labels belong to a decoder's positions, which come on top of the encoder's.
+    """
+
+    shifted: bool = True
+    encoder_decoder: bool = False
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> LabelRule:
+        """The rule of a transformers model; a causal language model's for anything else."""
+        encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+        shifted = not encoder_decoder and getattr(model, "loss_type", None) not in _UNSHIFTED
+        return cls(shifted=shifted, encoder_decoder=encoder_decoder)
+
+
+def count_batch(
+    arguments: Sequence[Any], keywords: Mapping[str, Any], rule: LabelRule
+) -> tuple[TokenCounts, dict[str, torch.Tensor]] | None:
+    """Count one micro-batch from the arguments of the model's forward. Reads nothing from the device.
+
+    Args:
+        arguments: positional arguments.
+        keywords: keyword arguments.
+        rule: how the model reads its labels.
+
+    Returns:
+        The host part (shapes are known there) and the device part; None where there are no tokens to count.
+        Slots: positions of the input (and of the decoder, where there is one). Real: positions with attention_mask 1,
+        without a mask all of them. Target: labels != -100 that enter the loss; unknown without labels per position.
+        Documents: boundaries of a packed row, else rows.
+    """
+    shape = _positions(arguments, keywords)
+    if shape is None:
+        return None
+    slots = shape[0] * shape[1]
+    on_device: dict[str, torch.Tensor] = {}
+    real: int | None = slots
+    documents: int | None = shape[0]
+    squared: int | None = shape[0] * shape[1] * shape[1]
+    mask, boundaries = keywords.get("attention_mask"), keywords.get("cu_seq_lens_q")
+    if torch.is_tensor(boundaries):
+        lengths = boundaries.diff().to(torch.int64)
+        documents, squared = int(lengths.numel()), 0
+        on_device["squared_lengths"] = lengths.square().sum()
+    elif torch.is_tensor(mask) and tuple(mask.shape) == tuple(shape):
+        lengths = mask.ne(0).sum(-1)
+        real, squared = 0, 0
+        on_device["real"] = lengths.sum()
+        on_device["squared_lengths"] = lengths.square().sum()
+    elif mask is not None:
+        # A 4-D or per-layer mask: which positions hold a token cannot be read from it.
+        real = documents = squared = None
+    elif keywords.get("position_ids") is not None:
+        # Positions may restart inside the row; how many documents that makes is not known without reading them.
+        documents = squared = None
+    labels: Any = keywords.get("labels")
+    target = _targets(labels, rule)
+    if target is not None:
+        on_device["target"] = target
+    if rule.encoder_decoder:
+        squared = None  # two lengths a document
+        on_device.pop("squared_lengths", None)
+        if target is None:
+            real = None
+        else:
+            slots += labels.numel()
+            on_device["real"] = on_device["real"] + target if "real" in on_device else target
+    counts = TokenCounts(
+        slots=slots,
+        real=real,
+        target=None if target is None else 0,
+        documents=documents,
+        squared_lengths=squared,
+    )
+    return counts, on_device
+
+
+class GradientProbe:
+    """Looks whether a step's gradient is finite, at the smallest trained tensor nearest to the input.
+
+    A NaN or infinite loss reaches every gradient, and clipping spreads a NaN norm to all of them, so one tensor tells.
+    Cost: one reduction of a few numbers on the device per step.
+    """
+
+    def __init__(self) -> None:
+        self._parameter: torch.nn.Parameter | None = None
+
+    def look(self, model: torch.nn.Module) -> torch.Tensor | None:
+        """A boolean scalar on the device, True for a gradient that is not finite; None where there is no gradient."""
+        if self._parameter is None or self._parameter.grad is None:
+            trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
+            if not trained:
+                return None
+            # min() takes the first of equals, and parameters come in order from the input.
+            self._parameter = min(trained, key=lambda parameter: parameter.numel())
+        gradient: Any = self._parameter.grad
+        # Sharded gradients: look at this rank's part, so that no collective is needed.
+        local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+        nonfinite: torch.Tensor = local.isfinite().all().logical_not()
+        return nonfinite
+
+
+def _positions(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[int, int] | None:
+    """(rows, length) of the input; None where it holds no tokens."""
+    ids = keywords.get("input_ids", arguments[0] if arguments else None)
+    if torch.is_tensor(ids) and ids.dim() == 2 and not ids.is_floating_point():
+        return ids.shape[0], ids.shape[1]
+    embedded = keywords.get("inputs_embeds")
+    if torch.is_tensor(embedded) and embedded.dim() == 3:
+        return embedded.shape[0], embedded.shape[1]
+    return None
+
+
+def _targets(labels: Any, rule: LabelRule) -> torch.Tensor | None:
+    """Number of labels that enter the loss, on the device; None where labels are not one per position."""
+    if not torch.is_tensor(labels) or labels.dim() != 2 or labels.is_floating_point():
+        return None
+    counted = labels[:, 1:] if rule.shifted else labels
+    return counted.ne(IGNORED_LABEL).sum()
+
+
+def _scalars(observation: Observation) -> list[torch.Tensor]:
+    values = list(observation.on_device.values())
+    return values if observation.nonfinite is None else [*values, observation.nonfinite]
+
+
+def _finish(observation: Observation, values: Any) -> CountedStep:
+    found = {name: next(values) for name in observation.on_device}
+    tokens = observation.tokens
+    counts = {name: getattr(tokens, name) for name in ("slots", "real", "target", "documents", "squared_lengths")}
+    # Unknown stays unknown, even if another micro-batch of the step was counted.
+    counts = {name: None if value is None else value + found.get(name, 0) for name, value in counts.items()}
+    return CountedStep(
+        micro_batches=observation.micro_batches,
+        tokens=TokenCounts(**counts),
+        nonfinite=None if observation.nonfinite is None else bool(next(values)),
+        excluded=observation.excluded,
+    )

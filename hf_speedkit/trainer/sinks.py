@@ -1,0 +1,96 @@
+"""Where step records go besides the trackers: one JSON line a step."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from hf_speedkit.core.records import Environment, StepRecord, to_dict
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Version of the file's lines; a reader refuses a number it does not know."""
+
+
+@runtime_checkable
+class WindowSink(Protocol):
+    """A sink that wants more than step records: where a session begins, each window's metrics, and the end."""
+
+    def begin(self, step: int, environment: Environment) -> None:
+        """A session begins after `step` optimizer steps."""
+
+    def window(self, step: int, metrics: Mapping[str, float]) -> None:
+        """What was logged at `step`: the metrics of `hf_speedkit.core.metrics`, and the Trainer's own numbers."""
+
+    def close(self) -> None:
+        """Training is over."""
+
+
+class JsonlSink:
+    """Writes a step log: one JSON object a line.
+
+    {"kind": "session", "format": 1, "step": 0, "environment": {...}} where a run begins or goes on,
+    {"kind": "step", ...StepRecord of rank 0} for every optimizer step, and
+    {"kind": "window", "step": n, "metrics": {...}} at every logging step, all ranks together.
+    A resumed run is appended: steps after the checkpoint stand twice, and the later session holds. The file holds no
+    path, host or user name, and numbers that are not finite are written as null.
+
+    Lines are written together at each logging step, and the file is open only then: a run that is killed leaves whole
+    lines. An error while writing is reported once and ends the log, not the training.
+
+    Args:
+        path: the file; it and its directory are made when the first line is written.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._lines: list[str] = []
+        self._broken = False
+
+    def begin(self, step: int, environment: Environment) -> None:
+        """Note where the session begins; written with its first step."""
+        self._lines = [_line("session", {"format": FORMAT, "step": step, "environment": to_dict(environment)})]
+
+    def __call__(self, record: StepRecord) -> None:
+        """Add one step."""
+        self._lines.append(_line("step", to_dict(record)))
+
+    def window(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add a window's metrics and write what has come together."""
+        self._lines.append(_line("window", {"step": step, "metrics": dict(metrics)}))
+        self._write()
+
+    def close(self) -> None:
+        """Write what is left, for example the steps after the last logging step."""
+        if any('"kind": "step"' in line for line in self._lines):
+            self._write()
+        self._lines = []
+
+    def _write(self) -> None:
+        lines, self._lines = self._lines, []
+        if self._broken:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.writelines(f"{line}\n" for line in lines)
+        except OSError as error:
+            self._broken = True
+            logger.warning("the step log %s ends here: %s", self._path.name, error.strerror or error)
+
+
+def _line(kind: str, values: Mapping[str, object]) -> str:
+    return json.dumps({"kind": kind, **{key: _finite(value) for key, value in values.items()}}, allow_nan=False)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return value
