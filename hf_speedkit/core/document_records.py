@@ -23,7 +23,8 @@ class DocumentReport:
         dropped_documents: dropped because they were overlong.
         dropped_tokens: tokens of documents and fragments that were dropped whole.
         cut_tokens: tokens cut off documents that were kept.
-        orphan_fragments: continuations of split documents, trained on without what came before them.
+        fragments: documents to train on that are pieces of split ones.
+        orphan_fragments: those that are not the beginning: trained on without what came before them.
         orphan_tokens: their tokens.
     """
 
@@ -40,6 +41,7 @@ class DocumentReport:
     dropped_documents: int = 0
     dropped_tokens: int = 0
     cut_tokens: int = 0
+    fragments: int = 0
     orphan_fragments: int = 0
     orphan_tokens: int = 0
 

@@ -69,7 +69,7 @@ def prepare_documents(
         pieces = _cut(documents, np.flatnonzero(too_long), tokens_per_batch, split=overlong == "split")
     report = _report(lengths, targets, keep, too_long, pieces, tokens_per_batch, overlong)
     if not report.documents:
-        _refuse_targetless(lengths, f"none has a target within {tokens_per_batch:,} tokens")
+        _refuse_targetless(lengths, f'none keeps one in rows of {tokens_per_batch:,} tokens (overlong="{overlong}")')
     return _assemble(documents, keep, pieces), report
 
 
@@ -239,15 +239,20 @@ def _as_dataset(documents: Dataset, pieces: _Pieces) -> Dataset:
 
     Reads `_fingerprint` (datasets 5.2): without one the constructor hashes every token of the table.
     """
-    from datasets import Dataset, DatasetInfo
+    from datasets import Dataset, DatasetInfo, Features, List
 
     assert pieces.table is not None
+    # Lists of one fixed length are of many lengths once they are cut.
+    fixed = {name for name, kind in documents.features.items() if isinstance(kind, List) and kind.length >= 0}
+    features = Features(
+        {name: List(kind.feature) if name in fixed else kind for name, kind in documents.features.items()}
+    )
     source = hashlib.sha256(documents._fingerprint.encode())
     for part in (pieces.parents, pieces.starts, pieces.lengths):
         source.update(part.tobytes())
     return Dataset(
-        pieces.table.cast(documents.features.arrow_schema),
-        info=DatasetInfo(features=documents.features),
+        pieces.table.cast(features.arrow_schema),
+        info=DatasetInfo(features=features),
         fingerprint=source.hexdigest()[:16],
     )
 
@@ -283,6 +288,7 @@ def _report(
         dropped_documents=int(too_long.sum()) if overlong == "drop" else 0,
         dropped_tokens=found - real - cut,
         cut_tokens=cut,
+        fragments=len(pieces.parents) if overlong == "split" else 0,
         orphan_fragments=int(orphans.sum()),
         orphan_tokens=int(pieces.lengths[orphans].sum()),
     )
