@@ -158,7 +158,8 @@ def test_an_unknown_precision_is_refused_by_its_name():
 
 
 def test_the_environment_of_the_launcher_is_read(monkeypatch):
-    environment = pytest.importorskip("hf_speedkit.measure.environment")
+    from hf_speedkit.measure import environment
+
     monkeypatch.setattr(environment, "visible_gpus", lambda: (H200, H200))
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -182,7 +183,6 @@ def test_the_check_imports_nothing_heavy():
         "except RuntimeError:\n    pass\n"
         "print(sorted({'torch', 'transformers', 'trl', 'accelerate', 'datasets', 'numpy'} & set(sys.modules)))"
     )
-    pytest.importorskip("hf_speedkit.measure.environment")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
