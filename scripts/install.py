@@ -105,8 +105,10 @@ class Installer:
         why = "it is broken: its Python does not run" if ours else "there is none"
         base, version = self._base_python()
         say("venv", f"making {self.venv} with Python {version}, because {why}")
-        # --clear empties a broken environment; nothing but the environment is in it.
-        done = self.run([base, "-m", "venv", *(["--clear"] if ours else []), self.venv])
+        # A broken one is emptied, pyvenv.cfg left: interrupted here, it still passes for an environment next time.
+        for entry in [entry for entry in self.venv.iterdir() if entry.name != "pyvenv.cfg"] if ours else []:
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+        done = self.run([base, "-m", "venv", self.venv])
         self.python_version = self._ask_python_version()
         if done.returncode != 0 or self.python_version is None:
             raise InstallError(

@@ -214,9 +214,22 @@ def test_a_change_installs_again(machine, bring_up, constraints, install, change
 def test_a_broken_environment_is_made_anew(machine, bring_up, capsys):
     machine._make_venv()
     machine.venv_works = False
+    (machine.venv / "lib").mkdir()
     bring_up()
-    assert [sys.executable, "-m", "venv", "--clear", str(machine.venv)] in machine.commands
+    assert [sys.executable, "-m", "venv", str(machine.venv)] in machine.commands
+    assert not (machine.venv / "lib").exists()
     assert "because it is broken" in capsys.readouterr().out
+
+
+def test_an_environment_whose_repair_was_interrupted_is_still_taken_for_one(install, machine, bring_up):
+    machine._make_venv()
+    machine.venv_works = False
+    (machine.venv / "lib").mkdir()
+    machine.failing = "venv"
+    with pytest.raises(install.InstallError, match="No virtual environment could be made"):
+        bring_up()
+    machine.failing = None
+    bring_up()
 
 
 def test_an_environment_without_pip_gets_one(machine, bring_up):
