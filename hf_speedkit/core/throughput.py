@@ -19,6 +19,9 @@ EARLY_STEPS = 10
 SLOW_FACTOR = 2.0
 """An early step is warm-up if it took more than this many times the usual. There: 0.8 s usual, 3.4 s when tuning."""
 
+SLOW_MARGIN_S = 0.2
+"""And at least this much longer: no compilation takes less, and steps of milliseconds vary by a factor of two alone."""
+
 WARM_UP = "warm-up"
 
 
@@ -137,7 +140,7 @@ def warm_up(early: Sequence[StepSum]) -> tuple[bool, ...]:
 
     Always the first one (compilation, allocator growth), and those someone excluded. Of the others, a step that took
     more than SLOW_FACTOR times the low median of these steps, both in time and in time per slot (so that a large batch
-    is not mistaken for compilation). Waiting for data is not warm-up: it is left out of the comparison.
+    is not mistaken for compilation), and at least SLOW_MARGIN_S longer. Waiting for data is not warm-up: it is left out of the comparison.
     """
     flags = [index == 0 or bool(step.excluded) for index, step in enumerate(early)]
     judged = [index for index in range(1, len(early)) if not flags[index]]
@@ -149,7 +152,8 @@ def warm_up(early: Sequence[StepSum]) -> tuple[bool, ...]:
     usual, usual_per_slot = median_low(known), median_low(per_slot.values())
     for index, slot_time in per_slot.items():
         time = times[index]
-        flags[index] = time is not None and time > SLOW_FACTOR * usual and slot_time > SLOW_FACTOR * usual_per_slot
+        slow = time is not None and time > max(SLOW_FACTOR * usual, usual + SLOW_MARGIN_S)
+        flags[index] = slow and slot_time > SLOW_FACTOR * usual_per_slot
     return tuple(flags)
 
 

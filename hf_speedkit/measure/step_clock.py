@@ -6,7 +6,7 @@ bucket, so the parts of a step add up to its time by construction:
     data wait   loop goes on after the previous step -> step begins
     host        step begins -> step ends, less the waits for the device that were timed inside
     device wait those waits, and the drain at the end of a window
-    other       callbacks between the end of a step and the loop going on
+    other       callbacks between the end of a step and the loop going on, and the time from `batches_ready` on
     eval, save, log   pauses: not part of any step's time
 
 The host runs ahead of the device, so a single host reading says when work was issued, not when it was done. Over a
@@ -99,6 +99,7 @@ class StepClock:
         self._at = now()
         self._start_mark: Any = None
         self._waited_s = 0.0
+        self._fetched = False
         self.in_step = False
 
     @property
@@ -111,9 +112,20 @@ class StepClock:
         self._finished.clear()
         self._next = StepTimes()
         self._waited_s = 0.0
+        self._fetched = False
         self._start_mark = None
         self.in_step = False
         self._at = self._now()
+
+    def batches_ready(self) -> None:
+        """The loader has given this rank its batches: what comes between here and the step's begin is no data wait.
+
+        Optional. Without it data wait lasts until the step begins, which includes the Trainer's count of target tokens
+        over all ranks, so that every rank shows the wait of the slowest.
+        """
+        if not self.in_step:
+            self._next.data_wait_s += self._segment()
+            self._fetched = True
 
     def begin_step(self) -> None:
         """The batches are there, the step's work begins: the time since the loop went on was data wait."""
@@ -121,7 +133,11 @@ class StepClock:
             # The last step never ended (an epoch that stops inside an accumulation window): its work joins this one.
             self._next.host_time_s += self._segment()
             return
-        self._next.data_wait_s += self._segment()
+        if self._fetched:
+            self._next.other_s += self._segment()
+        else:
+            self._next.data_wait_s += self._segment()
+        self._fetched = False
         self._waited_s = 0.0
         self.in_step = True
         if self._device is not None:
@@ -179,6 +195,12 @@ class StepClock:
                 step.device_time_s = self._device.elapsed_s(*step.marks)
             step.marks = None
         return taken
+
+    @property
+    def pauses_since_last_step(self) -> StepTimes:
+        """Pauses after the last finished step; they go to the next one, if there is one."""
+        after = self._next
+        return StepTimes(eval_time_s=after.eval_time_s, save_time_s=after.save_time_s, log_time_s=after.log_time_s)
 
     def _segment(self) -> float:
         before, self._at = self._at, self._now()

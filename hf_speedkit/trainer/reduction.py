@@ -23,8 +23,8 @@ def gather_over_ranks(vector: Sequence[float], device: torch.device) -> list[lis
     # A CPU backend spares the device a launch and the host a wait; NCCL alone takes device tensors only.
     on = torch.device("cpu") if "cpu" in dist.get_backend_config() else device
     mine = torch.tensor(vector, dtype=torch.float64, device=on)
-    everyone = torch.empty((dist.get_world_size(), mine.numel()), dtype=torch.float64, device=on)
-    dist.all_gather_into_tensor(everyone, mine)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
     # The one host read of a logging step that is ours; the Trainer has read its loss just before.
-    rows: list[list[float]] = everyone.tolist()
+    rows: list[list[float]] = torch.stack(everyone).tolist()
     return rows

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from hf_speedkit.core.records import Environment, StepRecord, to_dict
+from hf_speedkit.measure.environment import collect_environment
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,44 @@ class JsonlSink:
         except OSError as error:
             self._broken = True
             logger.warning("the step log %s ends here: %s", self._path.name, error.strerror or error)
+
+
+class SinkGroup:
+    """Several sinks as one.
+
+    Args:
+        sinks: callables that take a StepRecord; those that are a WindowSink get the rest as well.
+    """
+
+    def __init__(self, sinks: Iterable[Callable[[StepRecord], object]]) -> None:
+        self._sinks: tuple[Any, ...] = tuple(sinks)
+
+    def begin(self, step: int) -> None:
+        """A session begins. The environment is looked up for those who want it only."""
+        windowed = self._windowed()
+        if windowed:
+            environment = collect_environment()
+            for sink in windowed:
+                sink.begin(step, environment)
+
+    def steps(self, records: Iterable[StepRecord]) -> None:
+        """Hand on steps, in order."""
+        for record in records:
+            for sink in self._sinks:
+                sink(record)
+
+    def window(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand on a window."""
+        for sink in self._windowed():
+            sink.window(step, metrics)
+
+    def close(self) -> None:
+        """Training is over."""
+        for sink in self._windowed():
+            sink.close()
+
+    def _windowed(self) -> list[WindowSink]:
+        return [sink for sink in self._sinks if isinstance(sink, WindowSink)]
 
 
 def _line(kind: str, values: Mapping[str, object]) -> str:

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,14 +24,13 @@ from hf_speedkit.core.throughput import (
     run_totals,
     window_metrics,
 )
-from hf_speedkit.measure.environment import collect_environment
 from hf_speedkit.measure.gpu_sampler import GpuSampler
 from hf_speedkit.measure.step_clock import CudaTimer, StepClock
-from hf_speedkit.trainer.hardware_rates import device_peak_tflops, flops_of
+from hf_speedkit.trainer.mfu_inputs import device_peak_tflops, flops_of, missing_notices
 from hf_speedkit.trainer.micro_batches import MicroBatchCounter
 from hf_speedkit.trainer.reduction import gather_over_ranks
 from hf_speedkit.trainer.saved_totals import load_totals, save_totals
-from hf_speedkit.trainer.sinks import WindowSink
+from hf_speedkit.trainer.sinks import SinkGroup
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +40,11 @@ _PAUSES: Mapping[str, Any] = {"log": "log", "evaluate": "eval", "save": "save"}
 class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
     """Adds tokens per second and where step time goes to every training log.
 
-    Keys, units and formulas: `hf_speedkit.core.metrics.METRICS`. With `attach(trainer, ThroughputCallback())` they reach
-    every tracker, in the same row as the loss. Batches are seen by a forward pre-hook on the model; a trainer that knows
-    its counts calls `count` instead. Per step it reads the host clock and queues a few tiny operations: no host read, no
-    wait, no collective. Per logging step: one host read and one all-gather of some 200 numbers, right after the
-    Trainer's own read of the loss.
+    Keys, units and formulas: `hf_speedkit.core.metrics.METRICS`. With `attach(trainer, ThroughputCallback())` they
+    reach every tracker, in the same row as the loss. Batches are seen by a forward pre-hook on the model; a trainer
+    that knows its counts calls `count` instead. Per step it reads the host clock and queues a few tiny operations: no
+    host read, no wait, no collective. Per logging step: one host read and one all-gather of some 200 numbers, right
+    after the Trainer's own read of the loss.
 
     Args:
         flops: model FLOPs of counted tokens, for example `hf_speedkit.core.flops.model_flops(...)`. None: from the
@@ -65,7 +65,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
         self.attached = False
         self._given_flops = flops
         self._given_peak = peak_tflops
-        self._sinks: tuple[Any, ...] = tuple(sinks)
+        self._sinks = SinkGroup(sinks)
         self._sample_gpu = sample_gpu
         self._clock = StepClock()
         self._counter = MicroBatchCounter()
@@ -77,6 +77,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
         self._first_step_reason = "warm-up"
         self._rank_zero = True
         self._running = False
+        self._forward_expected = False
         self._said_inconsistent = False
 
     # ---- for trainers and other callbacks ---------------------------------------------------------------------------
@@ -87,7 +88,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
         From the first call on the model's inputs are no longer looked at, so nothing counts twice. Outside a training
         step (evaluation, a probe) the call is ignored.
         """
-        if self._clock.in_step:
+        if self._forward_expected:
             self._counter.count(counts)
 
     def exclude(self, reason: str) -> None:
@@ -97,6 +98,14 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
     def waiting(self) -> AbstractContextManager[None]:
         """Put around a call that waits for the device: its time is reported as device wait, not as host time."""
         return self._clock.waiting()
+
+    def batches_ready(self) -> None:
+        """Say that the loader has given the step's batches; what follows until the step begins is no data wait.
+
+        For a trainer that overrides `_get_num_items_in_batch`: the Trainer counts target tokens over all ranks there,
+        so without this call every rank shows the data wait of the slowest.
+        """
+        self._clock.batches_ready()
 
     def run_totals(self) -> RunTotals:
         """Tokens of the run and steady rates of this session, up to the last logging step or the end of training."""
@@ -110,6 +119,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
         """Start afresh: a callback object may serve several `train()` calls."""
         self._stop_helpers()
         self._running = True
+        self._forward_expected = False
         self._said_inconsistent = False
         self._device = args.device
         self._rank_zero = state.is_world_process_zero
@@ -118,26 +128,30 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
         self._flops = self._given_flops if self._given_flops is not None else flops_of(model)
         self._peak = self._given_peak if self._given_peak is not None else device_peak_tflops(args, model)
         self._counter = MicroBatchCounter()
-        self._counter.watch(model, counting=lambda: self._clock.in_step)
+        self._counter.watch(model, counting=lambda: self._forward_expected)
         self._clock = StepClock(device=CudaTimer() if args.device.type == "cuda" else None)
         self._start_sampler(args)
         if self._rank_zero:
-            self._say_what_is_missing(args)
-            self._to_window_sinks(lambda sink: sink.begin(state.global_step, collect_environment()))
+            for line in missing_notices(args, attached=self.attached, peak=self._peak, flops=self._flops):
+                logger.warning(line)
+            self._sinks.begin(state.global_step)
         self._clock.start()
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """The batches are there."""
         self._clock.begin_step()
+        self._forward_expected = True
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
     ) -> None:
         """Gradients are complete and clipped: queue a look at whether they are finite."""
+        self._forward_expected = False  # what other callbacks run from here on is not training
         self._counter.look_at_gradient(model)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """The step was issued."""
+        self._forward_expected = False
         self._clock.end_step()
         first = self._ledger.session.steps + self._counter.steps_waiting == 0
         self._counter.end_step(state.global_step, excluded=self._first_step_reason if first else None)
@@ -176,10 +190,10 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Count the steps after the last log and close everything."""
         self._clock.settle()
-        records, _window = self._reduce()
+        records, _window = self._reduce(last=True)
         if self._rank_zero:
-            self._to_sinks(records)
-            self._to_window_sinks(lambda sink: sink.close())
+            self._sinks.steps(records)
+            self._sinks.close()
         self._stop_helpers()
         self._running = False
 
@@ -206,11 +220,20 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
         if (control.should_save or control.should_evaluate) and not control.should_log:
             self._clock.settle()
 
-    def _reduce(self) -> tuple[tuple[StepRecord, ...], JobWindow]:
+    def _reduce(self, *, last: bool = False) -> tuple[tuple[StepRecord, ...], JobWindow]:
         """Finish this rank's steps, exchange sums with the others, enter them into the ledger. All ranks together."""
         records = self._records()
         usage = None if self._sampler is None else self._sampler.window()
-        mine = encode(rank_rows(records, self._ledger.early_left), usage)
+        later, *others = rank_rows(records, self._ledger.early_left)
+        if last:
+            pauses = self._clock.pauses_since_last_step
+            later = replace(
+                later,
+                eval_time_s=later.eval_time_s + pauses.eval_time_s,
+                save_time_s=later.save_time_s + pauses.save_time_s,
+                log_time_s=later.log_time_s + pauses.log_time_s,
+            )
+        mine = encode((later, *others), usage)
         rows, gpus = zip(*map(decode, gather_over_ranks(mine, self._device)), strict=True)
         window = job_window(rows, self._ledger, gpus)
         self._ledger = self._ledger.with_window(window)
@@ -251,8 +274,8 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(metrics)
         if self._rank_zero:
-            self._to_sinks(records)
-            self._to_window_sinks(lambda sink: sink.window(state.global_step, {**own, **metrics}))
+            self._sinks.steps(records)
+            self._sinks.window(state.global_step, {**own, **metrics})
 
     def _note_nonfinite(
         self, window: JobWindow, metrics: dict[str, float], logs: dict[str, Any], state: TrainerState
@@ -308,28 +331,3 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
         if self._sampler is not None:
             self._sampler.stop()
             self._sampler = None
-
-    def _say_what_is_missing(self, args: TrainingArguments) -> None:
-        if not args.report_to:
-            logger.warning('speed metrics go to the console only; set report_to="wandb" (or another tracker)')
-        elif not self.attached:
-            logger.warning(
-                "speed metrics will not reach %s: callbacks given to the Trainer run after its trackers; "
-                "use attach(trainer, ThroughputCallback())",
-                ", ".join(args.report_to),
-            )
-        if args.device.type == "cuda" and self._peak is None:
-            name = torch.cuda.get_device_name(args.device)
-            logger.warning("no MFU: the dense peak of %r is not known; pass peak_tflops=", name)
-        if args.device.type == "cuda" and self._flops is None:
-            logger.warning("no MFU: the FLOPs of this model are not known; pass flops=")
-
-    def _to_sinks(self, records: tuple[StepRecord, ...]) -> None:
-        for sink in self._sinks:
-            for record in records:
-                sink(record)
-
-    def _to_window_sinks(self, call: Callable[[WindowSink], None]) -> None:
-        for sink in self._sinks:
-            if isinstance(sink, WindowSink):
-                call(sink)

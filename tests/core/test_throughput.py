@@ -72,6 +72,7 @@ def test_autotuning_between_normal_steps_is_warm_up_too():
     [
         ("a batch with five times the tokens", step(3, 5.0, tokens(5000))),
         ("a slow data loader", step(3, 5.0, tokens(1000), data_wait_s=4.0)),
+        ("not that much slower", step(3, 1.9, tokens(1000))),
     ],
 )
 def test_a_slow_early_step_with_another_cause_is_not_called_warm_up(what, third):
@@ -79,6 +80,11 @@ def test_a_slow_early_step_with_another_cause_is_not_called_warm_up(what, third)
     records[2] = third
     window, _ = window_of([records])
     assert window.warm_up == (True, False, False, False, False, False), what
+
+
+def test_steps_of_milliseconds_that_vary_are_not_called_warm_up():
+    window, _ = window_of([run([1.0, 0.01, 0.05, 0.01, 0.15, 0.01])])
+    assert window.warm_up == (True, False, False, False, False, False)
 
 
 def test_a_slow_step_after_the_first_ones_counts():

@@ -136,6 +136,21 @@ def test_without_a_device_there_is_no_device_time_and_nothing_to_settle(hand):
     assert second.log_time_s == pytest.approx(0.2)
 
 
+def test_waiting_for_other_ranks_after_the_batches_came_is_no_data_wait(hand):
+    clock = StepClock(now=hand)
+    clock.start()
+    for _ in range(2):
+        hand.pass_(0.1)
+        clock.batches_ready()
+        hand.pass_(0.6)
+        clock.begin_step()
+        hand.pass_(0.3)
+        clock.end_step()
+    for times in clock.take():
+        assert times.data_wait_s == pytest.approx(0.1)
+        assert times.step_time_s == pytest.approx(1.0)
+
+
 def test_waits_that_are_timed_inside_a_step_are_no_host_time(hand):
     clock = StepClock(now=hand)
     clock.start()

@@ -1,0 +1,69 @@
+"""Where `attach` puts callbacks."""
+
+import pytest
+from plain_trainer import make_trainer
+from transformers import TrainerCallback
+
+from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.trainer.attach import LoopMarker, attach
+from hf_speedkit.trainer.throughput_callback import ThroughputCallback
+
+
+class First(TrainerCallback):
+    pass
+
+
+class Second(TrainerCallback):
+    pass
+
+
+def names(trainer):
+    return [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_callbacks_stand_before_the_trackers_in_the_order_given(tmp_path, at_once):
+    trainer = make_trainer(tmp_path, report_to="tensorboard")
+    if at_once:
+        attach(trainer, First(), Second())
+    else:
+        attach(trainer, First())
+        attach(trainer, Second())
+    assert names(trainer) == [
+        "DefaultFlowCallback", "First", "Second", "TensorBoardCallback", "PrinterCallback",
+    ]  # fmt: skip
+
+
+def test_without_trackers_they_stand_before_the_printer(tmp_path):
+    trainer = make_trainer(tmp_path)
+    attach(trainer, First())
+    assert names(trainer) == ["DefaultFlowCallback", "First", "PrinterCallback"]
+
+
+def test_a_callback_the_trainer_already_has_is_moved(tmp_path):
+    callback = ThroughputCallback()
+    trainer = make_trainer(tmp_path, callbacks=[callback, First()], report_to="tensorboard")
+    attach(trainer, callback)
+    attach(trainer, callback)
+    assert names(trainer) == [
+        "DefaultFlowCallback", "ThroughputCallback", "TensorBoardCallback", "First", "PrinterCallback", "LoopMarker",
+    ]  # fmt: skip
+
+
+def test_an_observer_gets_a_marker_behind_everything(tmp_path):
+    trainer = make_trainer(tmp_path, callbacks=[First()])
+    callback = ThroughputCallback()
+    attach(trainer, callback)
+    assert callback.attached
+    last = trainer.callback_handler.callbacks[-1]
+    assert isinstance(last, LoopMarker)
+    assert last.observer is callback
+
+
+@pytest.mark.parametrize("wrong", [ThroughputCallback, "throughput", None])
+def test_something_else_than_a_callback_is_refused_before_anything_is_changed(tmp_path, wrong):
+    trainer = make_trainer(tmp_path)
+    before = names(trainer)
+    with pytest.raises(ConfigurationError, match="callback instances"):
+        attach(trainer, First(), wrong)
+    assert names(trainer) == before

@@ -1,0 +1,148 @@
+"""Counting a batch from the model's inputs, family by family."""
+
+import pytest
+import torch
+from plain_trainer import documents, pad, tiny_llama
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from hf_speedkit.core.records import TokenCounts
+from hf_speedkit.trainer.observation import GradientProbe, LabelRule, Observation, count_batch, read
+
+
+def counted(keywords, rule=None, arguments=()):
+    observation = Observation()
+    observation.add(*count_batch(arguments, keywords, rule or LabelRule()))
+    return read([observation])[0].tokens
+
+
+def ids(rows, length):
+    return torch.arange(rows * length).reshape(rows, length)
+
+
+BERT = {"vocab_size": 40, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("model", "rule"),
+    [
+        (tiny_llama, LabelRule(shifted=True)),
+        (lambda: BertForMaskedLM(BertConfig(**BERT)), LabelRule(shifted=False)),
+        (
+            lambda: T5ForConditionalGeneration(T5Config(vocab_size=40, d_model=8, d_ff=8, num_layers=1, num_heads=2)),
+            LabelRule(shifted=False, encoder_decoder=True),
+        ),
+        (lambda: torch.nn.Linear(2, 2), LabelRule()),
+    ],
+)
+def test_the_rule_follows_the_models_loss(model, rule):
+    assert LabelRule.of(model()) == rule
+
+
+def test_v65_a_padded_batch():
+    batch = pad(documents((10, 4)))
+    batch["labels"][:] = -100
+    batch["labels"][0, 6:] = 5
+    batch["labels"][1, 2:4] = 5
+    assert counted(batch) == TokenCounts(slots=20, real=14, target=6, documents=2, squared_lengths=116)
+
+
+def test_the_first_label_of_a_row_enters_no_causal_loss_but_a_masked_one():
+    batch = {"input_ids": ids(1, 4), "labels": torch.tensor([[7, 8, -100, 9]])}
+    assert counted(batch, LabelRule(shifted=True)).target == 2
+    assert counted(batch, LabelRule(shifted=False)).target == 3
+
+
+def test_a_packed_row_is_counted_by_its_boundaries():
+    boundaries = torch.tensor([0, 3, 14, 19, 27], dtype=torch.int32)
+    batch = {"input_ids": ids(1, 27), "cu_seq_lens_q": boundaries, "position_ids": ids(1, 27)}
+    assert counted(batch) == TokenCounts(slots=27, real=27, target=None, documents=4, squared_lengths=219)
+
+
+def test_an_encoder_decoder_counts_both_sides():
+    labels = torch.tensor([[5, 6, -100], [5, 6, 7]])
+    batch = {"input_ids": ids(2, 4), "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]), "labels": labels}
+    rule = LabelRule(shifted=False, encoder_decoder=True)
+    assert counted(batch, rule) == TokenCounts(slots=14, real=11, target=5, documents=2, squared_lengths=None)
+
+
+def test_a_label_per_row_says_nothing_of_target_tokens():
+    model = BertForSequenceClassification(BertConfig(**BERT))
+    batch = {"input_ids": ids(2, 4), "labels": torch.tensor([0, 1])}
+    assert counted(batch, LabelRule.of(model)).target is None
+
+
+@pytest.mark.parametrize("mask", [torch.ones(1, 1, 4, 4), {"full_attention": None}])
+def test_a_mask_that_is_not_one_per_position_leaves_real_tokens_unknown(mask):
+    counts = counted({"input_ids": ids(1, 4), "attention_mask": mask})
+    assert (counts.slots, counts.real, counts.documents, counts.squared_lengths) == (4, None, None, None)
+
+
+def test_positions_alone_do_not_say_how_many_documents_there_are():
+    counts = counted({"input_ids": ids(1, 4), "position_ids": torch.tensor([[0, 1, 0, 1]])})
+    assert (counts.slots, counts.real, counts.documents, counts.squared_lengths) == (4, 4, None, None)
+
+
+def test_positional_and_embedded_inputs_are_seen():
+    assert counted({}, arguments=(ids(2, 3),)).slots == 6
+    assert counted({"inputs_embeds": torch.zeros(2, 5, 8)}).slots == 10
+
+
+@pytest.mark.parametrize("keywords", [{}, {"pixel_values": torch.zeros(1, 3, 8, 8)}, {"input_ids": None}])
+def test_a_batch_without_tokens_counts_nothing(keywords):
+    assert count_batch((), keywords, LabelRule()) is None
+
+
+def test_unknown_in_one_micro_batch_makes_the_step_unknown():
+    observation = Observation()
+    for batch in ({"input_ids": ids(1, 4), "labels": ids(1, 4)}, {"input_ids": ids(1, 4)}):
+        observation.add(*count_batch((), batch, LabelRule()))
+    (step,) = read([observation])
+    assert step.micro_batches == 2
+    assert step.tokens.slots == 8
+    assert step.tokens.target is None
+
+
+def test_a_window_is_read_in_one_transfer(monkeypatch):
+    reads = []
+    original = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor.shape) or original(tensor))
+    observations = []
+    for _ in range(5):
+        observation = Observation()
+        observation.add(*count_batch((), pad(documents((4, 2))), LabelRule()))
+        observation.nonfinite = torch.tensor(True)
+        observations.append(observation)
+    steps = read(observations)
+    assert len(reads) == 1
+    assert all(step.nonfinite for step in steps)
+    assert read([]) == []
+
+
+def gradient_of(loss_scale):
+    model = tiny_llama()
+    batch = pad(documents((5, 3)))
+    (model(**batch).loss * loss_scale).backward()
+    return model
+
+
+@pytest.mark.parametrize(("scale", "nonfinite"), [(1.0, False), (float("nan"), True), (float("inf"), True)])
+def test_the_probe_sees_a_loss_that_is_not_finite(scale, nonfinite):
+    assert bool(GradientProbe().look(gradient_of(scale))) is nonfinite
+
+
+def test_the_probe_sees_what_clipping_spreads():
+    model = gradient_of(1.0)
+    model.lm_head.weight.grad[0, 0] = float("nan")
+    probe = GradientProbe()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert bool(probe.look(model))
+
+
+def test_without_gradients_the_probe_says_nothing():
+    assert GradientProbe().look(tiny_llama()) is None

@@ -1,0 +1,70 @@
+"""Our metrics in the tracker people use: read back from an offline run's own file."""
+
+import pytest
+from plain_trainer import documents, make_trainer
+from transformers import TrainerCallback
+from wandb_file import history
+
+from hf_speedkit.trainer.attach import attach
+from hf_speedkit.trainer.throughput_callback import ThroughputCallback
+
+RATES = [
+    f"train/speed/{name}_per_second{per}"
+    for name in ("slots", "real_tokens", "target_tokens")
+    for per in ("", "_per_device")
+]
+
+
+@pytest.fixture
+def offline_run(tmp_path, monkeypatch):
+    """Run `train` with wandb writing under tmp_path; gives the rows of the one run it made."""
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_DISABLE_GIT", "true")
+
+    def run(train):
+        try:
+            train()
+        finally:
+            wandb.finish()
+        (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+        return history(file)
+
+    yield run
+    wandb.teardown()
+
+
+class Late(TrainerCallback):
+    """What people try first: a key added by a callback that stands behind the trackers."""
+
+    def on_log(self, args, state, control, logs=None, **keywords):
+        logs["late"] = 1.0
+
+
+def test_v80_our_keys_stand_in_the_rows_of_the_global_step(tmp_path, offline_run):
+    trainer = make_trainer(
+        tmp_path,
+        data=documents((5,) * 16),
+        report_to="wandb",
+        run_name="tiny",
+        logging_steps=2,
+        gradient_accumulation_steps=2,
+        eval_data=documents((4, 4)),
+        eval_strategy="steps",
+        eval_steps=2,
+        callbacks=[Late()],
+    )
+    attach(trainer, ThroughputCallback())
+    rows = offline_run(trainer.train)
+    trained = [row for row in rows if "train/loss" in row]
+    assert [row["train/global_step"] for row in trained] == [2, 4]
+    for row in trained:
+        assert set(RATES) <= set(row)
+        assert row["train/speed/packing_efficiency"] == 1.0
+    assert trained[-1]["train/speed/total_real_tokens"] == 16 * 5
+    others = [row for row in rows if "train/loss" not in row]
+    assert any("eval/loss" in row for row in others)
+    assert not [key for row in others for key in row if "speed/" in key]
+    assert not [key for row in rows for key in row if key.endswith("late")]  # the guard this test is about
