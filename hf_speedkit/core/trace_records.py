@@ -1,13 +1,15 @@
 """What one profiler trace says, as frozen records: the form every table, rule and page reads.
 
-Times are integer nanoseconds (`*_ns`): a trace resolves 1 ns, and kernels of 1.7 us summed 270,000 times must not
-lose theirs to rounding. `None` means the file does not say; a device number is never 0 because nothing was recorded.
+Times are integer nanoseconds (`*_ns`). `None` means the file does not say; a device number is never 0 because nothing
+was recorded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from hf_speedkit.core.trace_rows import CallRow, CpuOpRow, GroupRow, KernelRow, ModuleRow, RangeRow, SyncRow
 
 IDLE_CAUSES = ("data", "sync", "launch calls", "CPU operations", "Python", "queued work")
 """Who owned the host while a device stood idle, in the order in which a moment is given to a cause.
@@ -16,106 +18,6 @@ data: the data loader was running. sync: the host sat in a blocking call when th
 host was inside a runtime or driver call. CPU operations: inside an operator. Python: in nothing the profiler records,
 i.e. the interpreter. queued work: the next kernel had been launched already and waited for a stream, rank or transfer.
 """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CpuOpRow:
-    """All calls of one CPU operation.
-
-    Args:
-        name: operator name.
-        calls: how often it ran.
-        total_ns: its durations, operators inside it included.
-        self_ns: its durations without the operators inside it; launch calls stay in. Sums to the thread's time.
-    """
-
-    name: str
-    calls: int
-    total_ns: int
-    self_ns: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelRow:
-    """All device events of one name.
-
-    Args:
-        name: kernel, copy or memset name.
-        calls: how often it ran.
-        total_ns: sum of durations; two streams at once count twice.
-        group: what it is, one of `kernel_groups.GROUPS`.
-        kind: "kernel", "memcpy" or "memset".
-    """
-
-    name: str
-    calls: int
-    total_ns: int
-    group: str
-    kind: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallRow:
-    """All events of one name on the host: runtime calls or annotations."""
-
-    name: str
-    calls: int
-    total_ns: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupRow:
-    """All device events of one group; `total_ns` is a sum of durations."""
-
-    group: str
-    calls: int
-    total_ns: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncRow:
-    """Blocking calls inside the steps that share a cause.
-
-    Args:
-        call: runtime call that blocked.
-        cause: enclosing operators, outermost first, e.g. "aten::index > aten::nonzero"; None outside any.
-        source: Python line that caused it, where the trace holds stacks.
-        calls: how often.
-        wait_ns: time blocked.
-        idle_after_ns: device idle time that began during the wait: what the sync cost.
-    """
-
-    call: str
-    cause: str | None
-    source: str | None
-    calls: int
-    wait_ns: int
-    idle_after_ns: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleRow:
-    """Time of one module, modules inside it included.
-
-    Args:
-        name: FSDP's qualified name, or class name with the instance number the profiler gave it.
-        calls: forward calls.
-        forward_host_ns: time of the forward call on the host.
-        forward_launches: device events started inside it; None in a trace without device events.
-        forward_device_ns: sum of their durations.
-        backward_host_ns: the same for its backward; None where the trace cannot tell.
-        backward_launches: the same.
-        backward_device_ns: the same.
-    """
-
-    name: str
-    calls: int
-    forward_host_ns: int
-    forward_launches: int | None
-    forward_device_ns: int | None
-    backward_host_ns: int | None
-    backward_launches: int | None
-    backward_device_ns: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +180,8 @@ class TraceSummary:
         launches_before_window: device events whose launch call is not in the file.
         launches_per_call_max: most device events one call started (> 1: CUDA graphs).
         launch_delay_ns: median time from the start of a launch call to the start of its kernel.
-        runtime_calls: runtime and driver calls. annotations, device_annotations: named ranges.
+        runtime_calls: runtime and driver calls.
+        annotations: named ranges on the host. device_annotations: those the profiler repeats on the device.
         devices: one entry per device that ran anything.
         groups: device time by what it is.
         syncs: blocking calls inside the steps by cause. sync_calls: blocking calls of the whole file.
@@ -313,7 +216,7 @@ class TraceSummary:
     launches_per_call_max: int = 0
     launch_delay_ns: int | None = None
     runtime_calls: tuple[CallRow, ...] = ()
-    annotations: tuple[CallRow, ...] = ()
+    annotations: tuple[RangeRow, ...] = ()
     device_annotations: tuple[CallRow, ...] = ()
     devices: tuple[DeviceSummary, ...] = ()
     groups: tuple[GroupRow, ...] = ()

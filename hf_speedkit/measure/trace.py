@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from hf_speedkit.core.kernel_groups import blocks_host
-from hf_speedkit.core.trace_records import CallRow, DeviceSummary, StepFacts, TraceSummary
+from hf_speedkit.core.kernel_groups import blocks_host, starts_work
+from hf_speedkit.core.trace_records import DeviceSummary, StepFacts, TraceSummary
 from hf_speedkit.measure.trace_bytes import DEFAULT_LIMIT_BYTES
 from hf_speedkit.measure.trace_columns import Columns, read_columns
 from hf_speedkit.measure.trace_device import Window, device_summary, idle_causes, timeline, window_of
 from hf_speedkit.measure.trace_intervals import union
-from hf_speedkit.measure.trace_modules import module_rows
+from hf_speedkit.measure.trace_modules import module_rows, range_rows
 from hf_speedkit.measure.trace_reader import TraceStream, device_names, whole_number
 from hf_speedkit.measure.trace_steps import step_of_events, step_summaries, steps_that_did_something, sync_rows
 from hf_speedkit.measure.trace_tables import call_rows, group_rows, kernel_rows, nest_operators, operator_rows
@@ -77,7 +77,7 @@ def summarize_trace(path: str | Path, *, limit_bytes: int = DEFAULT_LIMIT_BYTES)
         launches_per_call_max=_most_per_call(work),
         launch_delay_ns=_launch_delay(work),
         runtime_calls=call_rows(columns, work.calls),
-        annotations=_ranges(columns),
+        annotations=range_rows(columns, work),
         device_annotations=call_rows(columns, columns.table("device_annotation")),
         devices=devices,
         groups=group_rows(work),
@@ -86,7 +86,7 @@ def summarize_trace(path: str | Path, *, limit_bytes: int = DEFAULT_LIMIT_BYTES)
         modules=module_rows(columns, work, operators),
         overhead_ns=union(overhead.start, overhead.end).total,
         overhead=call_rows(columns, overhead),
-        longest_launch_call_ns=_longest_launch_call(work),
+        longest_launch_call_ns=_longest_launch_call(columns, work),
         timeline=_timeline(work, devices, window),
         facts=_facts(stream.metadata),
     )
@@ -168,13 +168,11 @@ def _launch_delay(work: Work) -> int | None:
     return int(np.median(np.maximum(delays, 0)))
 
 
-def _longest_launch_call(work: Work) -> int | None:
-    durations = work.calls.duration[work.launches]
+def _longest_launch_call(columns: Columns, work: Work) -> int | None:
+    """Of calls that launch kernels: a copy that blocks is a sync, not a sign of compilation."""
+    named = np.array([starts_work(name) for name in columns.names], dtype=bool)
+    durations = work.calls.duration[named[work.calls.name]] if len(work.calls) else work.calls.duration
     return int(durations.max()) if len(durations) else None
-
-
-def _ranges(columns: Columns) -> tuple[CallRow, ...]:
-    return call_rows(columns, columns.table("annotation"))
 
 
 def _timeline(work: Work, devices: tuple[DeviceSummary, ...], window: Window) -> Any:

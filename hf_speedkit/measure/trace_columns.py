@@ -7,8 +7,9 @@ with a duration) are kept; counters, flows, instants and metadata rows carry not
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,7 @@ def read_columns(pieces: Iterable[Piece]) -> Columns:
     builder = _Builder()
     for piece in pieces:
         builder.add(piece)
+        piece.events.clear()  # else two pieces are alive at once, and the allocator returns and fetches their pages
     return builder.finish()
 
 
@@ -144,18 +146,13 @@ class _Builder:
         for category, events in by_category.items():
             self._categories[category] += len(events)
             kind = KIND_OF_CATEGORY.get(category.lower())
-            if kind == "op":
-                self._add_operators(events)
-            elif kind is not None:
+            if category.lower() == "operator":
+                # Until 2021-10 annotations were operators; the step marks are the ones that must not count as work.
+                marks = [event for event in events if _is_step_mark(event)]
+                self._append("annotation", marks)
+                events = [event for event in events if not _is_step_mark(event)] if marks else events
+            if kind is not None:
                 self._append(kind, events)
-
-    def _add_operators(self, events: list[Any]) -> None:
-        # Before 2021-10 annotations were operators; the step marks are the ones that must not count as work.
-        marks = [event for event in events if type(event.name) is str and event.name.startswith(STEP_PREFIX)]
-        if marks:
-            self._append("annotation", marks)
-            events = [event for event in events if not (type(event.name) is str and event.name.startswith(STEP_PREFIX))]
-        self._append("op", events)
 
     def _append(self, kind: str, events: list[Any]) -> None:
         if not events:
@@ -163,55 +160,79 @@ class _Builder:
         start, start_valid = _nanoseconds([event.ts for event in events])
         duration, duration_valid = _nanoseconds([event.dur for event in events])
         valid = start_valid & duration_valid & (duration >= 0)
-        names = self._names
-        args = [event.args for event in events]
         on_device = kind in DEVICE_KINDS
         table = Table(
-            name=_column([names[_text(event.name)] for event in events]),
-            place=_column(self._places_of(events, on_device)),
+            name=self._numbered_names(events),
+            place=self._numbered_places(events, on_device),
             start=start,
             duration=duration,
-            correlation=_whole(args, "correlation") if on_device or kind == "call" else _nothing(len(events)),
-            sequence=_whole(args, "sequence") if kind == "op" else _nothing(len(events)),
-            stack=self._stacks(args) if kind == "op" else _nothing(len(events)),
+            correlation=_whole(events, "correlation") if on_device or kind == "call" else _nothing(len(events)),
+            sequence=_whole(events, "sequence") if kind == "op" else _nothing(len(events)),
+            stack=self._stacks(events) if kind == "op" else _nothing(len(events)),
         )
         if not valid.all():
             self._dropped += int(len(events) - valid.sum())
             table = table.where(valid)
         self._parts[kind].append(table)
 
-    def _places_of(self, events: list[Any], on_device: bool) -> list[int]:
-        places = self._places
-        if not on_device:
-            return [places[event.pid, event.tid] for event in map(_hashable, events)]
-        return [places[_device_place(event)] for event in events]
-
-    def _stacks(self, args: list[Any]) -> Ints:
+    def _numbered_names(self, events: list[Any]) -> Ints:
         names = self._names
-        return _column(
-            [ABSENT if one is None or not one.stack else names[scalar_text(one.stack, limit=1 << 16)] for one in args]
-        )
+        try:
+            return _column([names[event.name] for event in events])
+        except TypeError:  # a name that is a list or an object
+            return _column([names[scalar_text(event.name)] for event in events])
+
+    def _numbered_places(self, events: list[Any], on_device: bool) -> Ints:
+        places = self._places
+        if on_device:
+            return _column([places[_device_place(event)] for event in events])
+        try:
+            return _column([places[event.pid, event.tid] for event in events])
+        except TypeError:
+            return _column(
+                [places[scalar_text(event.pid, limit=64), scalar_text(event.tid, limit=64)] for event in events]
+            )
+
+    def _stacks(self, events: list[Any]) -> Ints:
+        stacks = [None if event.args is None else event.args.stack for event in events]
+        if not any(stacks):
+            return _nothing(len(events))
+        names = self._names
+        return _column([names[scalar_text(stack, limit=1 << 16)] if stack else ABSENT for stack in stacks])
 
     def finish(self) -> Columns:
-        """The tables, with threads spelt one way (2021 files mix 25738 and "25738")."""
-        places: _Numbering = _Numbering()
-        merged = _column([places[str(first), str(second)] for first, second in self._places])
-        tables = {}
-        for kind, parts in self._parts.items():
-            table = concatenated(parts)
-            tables[kind] = Table(
-                table.name,
-                merged[table.place] if len(table) else table.place,
-                *(getattr(table, column) for column in Table.__slots__[2:]),
-            )
+        """The tables, with names and threads spelt one way (2021 files mix 25738 and "25738")."""
+        names, places = _Numbering(), _Numbering()
+        # A call stack is longer than any name; what is in `_names` as text of that kind stays whole.
+        name_of = _column([names[scalar_text(name, limit=1 << 16)] for name in self._names])
+        place_of = _column([places[str(first), str(second)] for first, second in self._places])
         return Columns(
-            tables=tables,
-            names=list(self._names),
+            tables={kind: _renumbered(concatenated(parts), name_of, place_of) for kind, parts in self._parts.items()},
+            names=list(names),
             places=list(places),
             categories=dict(self._categories),
             complete_events=sum(self._categories.values()),
             dropped=self._dropped,
         )
+
+
+def _renumbered(table: Table, name_of: Ints, place_of: Ints) -> Table:
+    if not len(table):
+        return table
+    stack = np.where(table.stack == ABSENT, ABSENT, name_of[np.maximum(table.stack, 0)])
+    return Table(
+        name=name_of[table.name],
+        place=place_of[table.place],
+        start=table.start,
+        duration=table.duration,
+        correlation=table.correlation,
+        sequence=table.sequence,
+        stack=stack,
+    )
+
+
+def _is_step_mark(event: Any) -> bool:
+    return isinstance(event.name, str) and event.name.startswith(STEP_PREFIX)
 
 
 def _complete_by_category(events: list[Any]) -> dict[str, list[Any]]:
@@ -238,13 +259,11 @@ def _needs_exact(events: list[Any]) -> bool:
 
 def _nanoseconds(values: list[Any]) -> tuple[Ints, npt.NDArray[np.bool_]]:
     """Microseconds of a file as ns, and which of them are usable."""
-    try:
-        if any(type(value) is not float and type(value) is not int for value in values):
-            raise TypeError  # text, Decimal, bool, None
-        micro = np.array(values, dtype=np.float64)
-    except (TypeError, OverflowError):
+    micro = _numeric(values)
+    if micro is None:  # text, Decimal, None, numbers beyond 64 bits
         exact = [exact_ns(value) for value in values]
-        return _column([ABSENT if one is None else one for one in exact]), np.array([one is not None for one in exact])
+        return _column([0 if one is None else one for one in exact]), np.array([one is not None for one in exact])
+    micro = micro.astype(np.float64)
     with np.errstate(invalid="ignore"):
         valid = np.abs(micro) <= _LIMIT_US  # False for NaN
     micro = np.where(valid, micro, 0.0)
@@ -253,21 +272,28 @@ def _nanoseconds(values: list[Any]) -> tuple[Ints, npt.NDArray[np.bool_]]:
     return whole.astype(np.int64) * 1000 + np.rint((micro - whole) * 1000.0).astype(np.int64), valid
 
 
-def _whole(args: list[Any], attribute: str) -> Ints:
+def _whole(events: list[Any], argument: str) -> Ints:
     """An integer argument as a column; anything that is not one is `ABSENT`."""
-    get: Callable[[Any], Any] = lambda one: None if one is None else getattr(one, attribute)  # noqa: E731
-    values = [get(one) for one in args]
+    get = attrgetter("args." + argument)
+    try:
+        values = [get(event) for event in events]
+    except AttributeError:  # an event without arguments
+        values = [None if event.args is None else getattr(event.args, argument) for event in events]
+    if values.count(None) == len(values):
+        return _nothing(len(values))
+    array = _numeric(values)
+    if array is not None and array.dtype == np.int64:
+        return array
     return _column([value if type(value) is int and -(1 << 62) < value < 1 << 62 else ABSENT for value in values])
 
 
-def _text(name: Any) -> str:
-    return name if type(name) is str and len(name) <= 4096 and name.isascii() else scalar_text(name)
-
-
-def _hashable(event: Any) -> Any:
-    if type(event.tid) is list or type(event.pid) is list or isinstance(event.tid, dict) or isinstance(event.pid, dict):
-        event.pid, event.tid = str(event.pid)[:64], str(event.tid)[:64]
-    return event
+def _numeric(values: list[Any]) -> npt.NDArray[Any] | None:
+    """The values as an array of int64 or float64, or None when they are anything else."""
+    try:
+        array = np.array(values)
+    except ValueError:  # lists of unequal length among them
+        return None
+    return array if array.ndim == 1 and array.dtype in (np.int64, np.float64) else None
 
 
 def _device_place(event: Any) -> tuple[str, str]:

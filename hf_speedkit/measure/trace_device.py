@@ -63,28 +63,29 @@ def idle_causes(work: Work, host: Host, busy: Intervals, window: Window, on_devi
     A gap ends with a kernel. Launched before the gap (by more than `LATENCY_NS`), that kernel waited in a queue.
     Otherwise the host was late, and the gap is split by what the host was doing; if it sat in a blocking call when
     the device ran dry, the call owns the gap: a device that has caught up with its host waits for the next launch.
+    A blocking call that begins on an idle device owns its own duration.
     """
     gaps = busy.gaps(window.start, window.end)
     after_sync = np.zeros(len(host.sync), dtype=np.int64)
     if not len(gaps):
         return DeviceIdle(dict.fromkeys(IDLE_CAUSES, 0), after_sync)
+    span = gaps.start, gaps.end
     length = gaps.end - gaps.start
     queued = _launched_before(work, gaps, on_device)
     length_host = np.where(queued, 0, length)
-    data = np.where(queued, 0, host.data.overlap(gaps.start, gaps.end))
+    data = np.where(queued, 0, host.data.overlap(*span))
     sync_index = _blocking_at(host, gaps.start)
     in_sync = (sync_index >= 0) & ~queued
-    in_calls = np.where(queued, 0, _joined(host.data, host.calls).overlap(gaps.start, gaps.end))
-    in_operators = np.where(
-        queued, 0, _joined(host.data, host.calls, host.operators).overlap(gaps.start, gaps.end)
-    )
-    sync = np.where(in_sync, length_host - data, 0)
+    in_sync_calls = np.where(queued, 0, _joined(host.data, union(host.sync.start, host.sync.end)).overlap(*span))
+    in_calls = np.where(queued, 0, _joined(host.data, host.calls).overlap(*span))
+    in_operators = np.where(queued, 0, _joined(host.data, host.calls, host.operators).overlap(*span))
+    sync = np.where(in_sync, length_host, in_sync_calls) - data
     np.add.at(after_sync, sync_index[in_sync], sync[in_sync])
     free = ~in_sync
     parts = (
         data,
         sync,
-        np.where(free, in_calls - data, 0),
+        np.where(free, in_calls - in_sync_calls, 0),
         np.where(free, in_operators - in_calls, 0),
         np.where(free, length_host - in_operators, 0),
         length - length_host,

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 Scalar = int | float | str | None
 
@@ -69,7 +69,7 @@ class PlainEvent:
         self.args: EventArgs | None = PlainArgs(args) if isinstance(args, dict) else None
 
 
-def fast_decoder() -> Callable[[bytes], list[Any]] | None:
+def fast_decoder() -> Callable[[memoryview], list[Any]] | None:
     """A decoder for the JSON text of an array of events, or None without msgspec.
 
     The decoder raises ValueError or RecursionError for text it does not take.
@@ -97,7 +97,7 @@ def fast_decoder() -> Callable[[bytes], list[Any]] | None:
     )
     decoder = msgspec.json.Decoder(list[event])  # type: ignore[valid-type]
 
-    def decode(body: bytes) -> list[Any]:
+    def decode(body: memoryview) -> list[Any]:
         try:
             return decoder.decode(body)
         except msgspec.MsgspecError as error:
@@ -117,6 +117,14 @@ _RECURSION_COST = 50_000
 """Characters charged for an event nested too deeply or with a number too long: such errors have no position."""
 
 
+class Decoded(NamedTuple):
+    """Events, the position where undecoded text begins, and whether the array ended there."""
+
+    events: list[PlainEvent]
+    position: int
+    closed: bool
+
+
 class SlowDecoder:
     """Decode events one by one and step over what is broken, in time linear in the text.
 
@@ -133,8 +141,8 @@ class SlowDecoder:
         self.dropped = 0
         self.exhausted = False
 
-    def decode(self, text: str, *, final: bool) -> tuple[list[PlainEvent], int, bool]:
-        """Events of `text`, the position where undecoded text begins, and whether the array ended there.
+    def decode(self, text: str, *, final: bool) -> Decoded:
+        """The events of `text`, as far as it goes.
 
         Args:
             text: from the start of an event on.
@@ -145,17 +153,17 @@ class SlowDecoder:
         while True:
             position = _end_of_gap(text, position)
             if position >= len(text):
-                return events, position, False
+                return Decoded(events, position, False)
             if text[position] == "]":
-                return events, position + 1, True
+                return Decoded(events, position + 1, True)
             try:
                 value, position = self._decoder.raw_decode(text, position)
             except (ValueError, RecursionError, InvalidOperation) as error:
                 if not final and len(text) - position < _NEARLY_ALL:
-                    return events, position, False
+                    return Decoded(events, position, False)
                 resumed = self._step_over(text, position, error, final)
                 if resumed is None:
-                    return events, len(text), False
+                    return Decoded(events, len(text), False)
                 position = resumed
                 continue
             if isinstance(value, dict):
@@ -195,23 +203,23 @@ def _exact_number(digits: str) -> Decimal | float:
     return Decimal(digits) if len(digits) < 64 else float(digits)
 
 
-def boundary_before(buffer: bytes, *, window: int = 1 << 16) -> int:
-    """Position behind the `}` of the last `}, {` in `buffer`: the text before it ends with a whole event. -1: none.
+_BOUNDARY_BYTES = re.compile(rb"\}\s*(?P<comma>,)\s*\{")
+
+
+def last_cut(buffer: bytearray) -> int:
+    """Position of the comma of the last `}, {` in `buffer`: the text before it ends with a whole event. -1: none.
 
     An event may hold such a place itself; the decoder then refuses the piece and the slow one sorts it out.
     """
-    size = window
+    size = 1 << 16
     while True:
         start = max(0, len(buffer) - size)
         last = -1
         for match in _BOUNDARY_BYTES.finditer(buffer, start):
-            last = match.start() + 1
+            last = match.start("comma")
         if last >= 0 or start == 0:
             return last
         size *= 8
-
-
-_BOUNDARY_BYTES = re.compile(rb"\}\s*,\s*\{")
 
 
 def scalar_text(value: object, *, limit: int = 4096) -> str:

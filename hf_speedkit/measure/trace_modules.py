@@ -1,4 +1,6 @@
-"""Time per module, where a trace says which module ran: FSDP2's own annotations, or stacks (`with_stack=True`).
+"""Device work by the host range that launched it: annotations, and modules where a trace names them.
+
+Modules come from FSDP2's own annotations, or from stacks (`with_stack=True`).
 
 FSDP2 names modules in forward and backward (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py). Stacks name
 `nn.Module: Class_n` in the forward only; its backward is found through autograd's sequence numbers: an operator of
@@ -13,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from hf_speedkit.core.trace_records import ModuleRow
+from hf_speedkit.core.trace_rows import ModuleRow, RangeRow
 from hf_speedkit.measure.trace_columns import ABSENT, Columns, Table
 from hf_speedkit.measure.trace_intervals import Lanes, Nesting
 from hf_speedkit.measure.trace_tables import Operators
@@ -60,6 +62,27 @@ class _LaunchedWork:
         last = np.searchsorted(times[order], lanes.shift(place, end))
         before = np.concatenate([[0], np.cumsum(self._duration[order])])
         return np.asarray(last - first, dtype=np.int64), np.asarray(before[last] - before[first], dtype=np.int64)
+
+
+def range_rows(columns: Columns, work: Work) -> tuple[RangeRow, ...]:
+    """Annotations by name with the work launched inside them, by total time."""
+    table = columns.table("annotation")
+    launches, device = _LaunchedWork(columns, work).inside(table.place, table.start, table.end)
+    width = len(columns.names)
+    sums = [np.bincount(table.name, weights=column, minlength=width) for column in (table.duration, launches, device)]
+    calls = np.bincount(table.name, minlength=width)
+    present = np.flatnonzero(calls)
+    present = present[np.argsort(-sums[0][present], kind="stable")][:_ROW_LIMIT]
+    return tuple(
+        RangeRow(
+            name=columns.names[name],
+            calls=int(calls[name]),
+            total_ns=round(sums[0][name]),
+            launches=round(sums[1][name]) if work.known else None,
+            device_ns=round(sums[2][name]) if work.known else None,
+        )
+        for name in present.tolist()
+    )
 
 
 def module_rows(columns: Columns, work: Work, operators: Operators) -> tuple[ModuleRow, ...]:

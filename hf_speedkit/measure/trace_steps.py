@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from hf_speedkit.core.trace_records import StepDevice, StepSummary, SyncRow
+from hf_speedkit.core.trace_records import StepDevice, StepSummary
+from hf_speedkit.core.trace_rows import SyncRow
 from hf_speedkit.measure.trace_columns import ABSENT, Columns
 from hf_speedkit.measure.trace_intervals import Nesting, union
 from hf_speedkit.measure.trace_tables import Operators
@@ -173,12 +174,12 @@ class _Sources:
                 self._nesting[place] = mine, Nesting(self._python.start[mine], self._python.end[mine])
             mine, nesting = self._nesting[place]
             found = int(nesting.enclosing(np.array([time], dtype=np.int64))[0])
-            return _short(self._columns.names[self._python.name[mine[found]]]) if found >= 0 else None
+            return short_line(self._columns.names[self._python.name[mine[found]]]) if found >= 0 else None
         while operator >= 0:
             stack = int(operators.table.stack[operator])
             if stack != ABSENT:
                 lines = [line for line in self._columns.names[stack].split(";") if _is_user_line(line)]
-                return _short(lines[0]) if lines else None
+                return short_line(lines[0]) if lines else None
             operator = int(operators.nesting.parent[operator])
         return None
 
@@ -187,6 +188,6 @@ def _is_user_line(name: str) -> bool:
     return _LINE.search(name) is not None and _NOT_THE_USERS.search(name) is None
 
 
-def _short(line: str) -> str:
+def short_line(line: str) -> str:
+    """A source line with the last two parts of its path: no one's home directory leaves the file."""
     return "/".join(line.replace("\\", "/").split("/")[-2:])
-

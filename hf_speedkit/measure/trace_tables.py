@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hf_speedkit.core.trace_records import CallRow, CpuOpRow, GroupRow, KernelRow
+from hf_speedkit.core.trace_rows import CallRow, CpuOpRow, GroupRow, KernelRow
 from hf_speedkit.measure.trace_columns import DEVICE_KINDS, Columns, Table
 from hf_speedkit.measure.trace_intervals import Lanes, Nesting
 from hf_speedkit.measure.trace_work import NAME_LIMIT, Work
