@@ -78,7 +78,6 @@ class FakeMachine:
         return ""
 
     def pip_installs(self) -> list[str]:
-        """The `pip install` commands after "install", dry runs left out."""
         return [
             " ".join(words[4:])
             for words in self.commands
