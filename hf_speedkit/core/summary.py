@@ -5,34 +5,42 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hf_speedkit.core.records import DocumentReport, IsolationReport, KernelCheck
+from hf_speedkit.core.records import DocumentReport, IsolationReport, KernelCheck, PackingPlan
 from hf_speedkit.core.throughput import RunTotals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingSummary:
-    """How documents became rows, for one epoch.
+    """How the documents of one epoch became rows, beside padding the same documents.
 
     Args:
         strategy: the planner that made the plan.
-        packs: rows of the first epoch.
+        packs: rows of the epoch.
         tokens_per_batch: slots of a row.
-        packing_efficiency: real tokens / slots, 0..1.
-        padded_batches: batches of the same documents in the same order, padded in two dimensions (rows x longest <=
-            tokens_per_batch).
-        padded_efficiency: real tokens / slots computed by those batches.
+        real_tokens: tokens of the documents.
+        padded_batches: batches of the same documents in the data set's order, padded in two dimensions (rows x longest
+            <= tokens_per_batch).
     """
 
     strategy: str
     packs: int
     tokens_per_batch: int
-    packing_efficiency: float
+    real_tokens: int
     padded_batches: int
-    padded_efficiency: float
+
+    @property
+    def packing_efficiency(self) -> float:
+        """Real tokens / slots of the packed rows, 0..1."""
+        return self.real_tokens / (self.packs * self.tokens_per_batch)
+
+    @property
+    def padded_efficiency(self) -> float:
+        """Real tokens / slots of as many full-size padded batches, 0..1."""
+        return self.real_tokens / (self.padded_batches * self.tokens_per_batch)
 
     @property
     def fewer_batches(self) -> float:
-        """Share of batches saved, 0..1."""
+        """Share of batches saved by packing, 0..1."""
         return 1.0 - self.packs / self.padded_batches
 
 
@@ -80,6 +88,17 @@ class RunSummary:
     output_dir: str
     step_log: str | None
     report_to: tuple[str, ...]
+
+
+def packing_summary(plan: PackingPlan, padded_batches: int) -> PackingSummary:
+    """A plan beside the number of padded batches for the same documents."""
+    return PackingSummary(
+        strategy=plan.strategy,
+        packs=len(plan.packs),
+        tokens_per_batch=plan.tokens_per_batch,
+        real_tokens=plan.real_tokens,
+        padded_batches=padded_batches,
+    )
 
 
 def loss_summary(log_history: Sequence[Mapping[str, float]]) -> LossSummary | None:

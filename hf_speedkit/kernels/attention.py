@@ -61,7 +61,7 @@ def unsupported_reason(config: Any, *, dtype: torch.dtype, device: torch.device)
     if torch.cuda.get_device_capability(device) < (8, 0):
         return f"the kernel needs compute capability 8.0, this GPU has {torch.cuda.get_device_capability(device)}"
     try:
-        import torch.nn.attention.varlen  # noqa: F401
+        from torch.nn.attention import varlen  # noqa: F401
     except ImportError as error:
         return f"torch {torch.__version__} has no torch.nn.attention.varlen ({error})"
     return None

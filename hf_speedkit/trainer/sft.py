@@ -15,9 +15,11 @@ from trl import SFTConfig
 
 from hf_speedkit.core.errors import ConfigurationError, DatasetError
 from hf_speedkit.core.records import DocumentReport, TokenCounts
+from hf_speedkit.core.summary import PackingSummary, RunSummary, loss_summary, packing_summary
 from hf_speedkit.packing.collator import PackedCollator
 from hf_speedkit.packing.documents import document_lengths, prepare_documents
 from hf_speedkit.packing.families import refuse_leaking_family
+from hf_speedkit.packing.planner import count_padded_batches
 from hf_speedkit.packing.sampler import PackedBatchSampler
 from hf_speedkit.trainer.attach import attach
 from hf_speedkit.trainer.config import SpeedSFTConfig
@@ -74,6 +76,7 @@ class SpeedSFTTrainer(DeviceMetrics):
         self._existing_run = None if args.allow_existing_output else existing_run(args.output_dir)
         self._reports: dict[str, DocumentReport] = {}
         self._train_sampler: PackedBatchSampler | None = None
+        self._changed_layers: tuple[str, ...] = ()
         self.packing_active = args.packing
         for name, dataset in _named(train_dataset, eval_dataset):
             check_dataset(dataset, text_field=args.dataset_text_field, formatting_func=formatting_func, name=name)
@@ -163,8 +166,7 @@ class SpeedSFTTrainer(DeviceMetrics):
     def set_sampler_epoch(self, global_step: int) -> None:
         """Set the sampler's epoch from the number of optimizer steps taken."""
         if self._train_sampler is not None:
-            steps = len(self._train_sampler) // self.args.gradient_accumulation_steps
-            self._train_sampler.set_epoch(global_step // max(steps, 1))
+            self._train_sampler.set_epoch(global_step // self._train_sampler.steps_per_epoch)
 
     def collate_probe_batch(self) -> dict[str, Any]:
         """A real packed row of at least two documents on this rank's device, without touching the loader's state."""
@@ -220,6 +222,28 @@ class SpeedSFTTrainer(DeviceMetrics):
         with self._packed_layers():
             return super().evaluation_loop(*args, **kwargs)
 
+    def summary(self) -> RunSummary:
+        """What the run came to, for `hf_speedkit.trainer.summary.print_summary`; call it after `train()`."""
+        return RunSummary(
+            world_size=self.args.world_size,
+            documents=self._reports.get("train"),
+            packing=self._packing_summary(),
+            totals=None if self.throughput is None else self.throughput.run_totals(),
+            loss=loss_summary(self.state.log_history),
+            kernels=self.startup.kernels,
+            isolation=self.startup.isolation,
+            changed_layers=self._changed_layers,
+            output_dir=self.args.output_dir,
+            step_log=STEP_LOG_NAME if self.throughput is not None and self.args.step_log else None,
+            report_to=tuple(self.args.report_to),
+        )
+
+    def _packing_summary(self) -> PackingSummary | None:
+        if self._train_sampler is None:
+            return None
+        lengths, slots = self._train_sampler.lengths, self.args.tokens_per_batch
+        return packing_summary(self._train_sampler.plan(0), count_padded_batches(lengths, slots))
+
     @contextmanager
     def _packed_layers(self) -> Iterator[None]:
         if not self.packing_active:
@@ -230,7 +254,8 @@ class SpeedSFTTrainer(DeviceMetrics):
             device=self.args.device,
             references=self.kernel_mode != "strict",
             attention=self.args.packed_attention,
-        ):
+        ) as changed:
+            self._changed_layers = changed or self._changed_layers
             yield
 
     def _throughput_callback(self) -> ThroughputCallback:

@@ -12,6 +12,7 @@ from hf_speedkit.kernels.inspection import assert_kernels, check_kernels
 from hf_speedkit.packing.boundaries import check_packed_batch
 from hf_speedkit.packing.isolation import assert_isolation
 from hf_speedkit.trainer.agreement import agree
+from hf_speedkit.trainer.kernel_callback import activation_dtype
 
 if TYPE_CHECKING:
     from hf_speedkit.trainer.sft import SpeedSFTTrainer
@@ -61,7 +62,9 @@ class StartupProof(TrainerCallback):  # type: ignore[misc]
         slots = trainer.args.tokens_per_batch if trainer.packing_active else None
         if mode == "report":
             return check_kernels(trainer.model, tokens_per_batch=slots)
-        return assert_kernels(trainer.model, mode=mode, probe=True, tokens_per_batch=slots)
+        return assert_kernels(
+            trainer.model, mode=mode, probe=True, tokens_per_batch=slots, dtype=activation_dtype(trainer.args)
+        )
 
     def _batch(self) -> dict[str, Any]:
         """A real packed batch on the model's device, through the collator that training will use."""

@@ -31,21 +31,21 @@ def print_summary(summary: RunSummary, *, notes: Sequence[str] = (), console: Co
     table = Table(title="hf_speedkit: what happened", title_justify="left", show_header=False, min_width=80)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for title, rows in _sections(summary, notes):
+    for rows in _sections(summary, notes):
         table.add_section()
         for name, value in rows:
-            table.add_row(escape(name or title), escape(value))
+            table.add_row(escape(name), escape(value))
     console.print(table)
 
 
-def _sections(summary: RunSummary, notes: Sequence[str]) -> Iterator[tuple[str, list[Row]]]:
-    yield "data", [*(("data", note) for note in notes), *_document_rows(summary)]
-    yield "packing", list(_packing_rows(summary))
-    yield "speed", list(_speed_rows(summary))
-    yield "loss", list(_loss_rows(summary))
-    yield "kernels", list(_kernel_rows(summary.kernels))
-    yield "isolation", list(_isolation_rows(summary))
-    yield "look at it", list(_look_rows(summary))
+def _sections(summary: RunSummary, notes: Sequence[str]) -> Iterator[list[Row]]:
+    yield [*(("data", note) for note in notes), *_document_rows(summary)]
+    yield list(_packing_rows(summary))
+    yield list(_speed_rows(summary))
+    yield list(_loss_rows(summary))
+    yield list(_kernel_rows(summary.kernels))
+    yield list(_isolation_rows(summary))
+    yield list(_look_rows(summary))
 
 
 def _document_rows(summary: RunSummary) -> list[Row]:
@@ -64,7 +64,7 @@ def _packing_rows(summary: RunSummary) -> Iterator[Row]:
     yield "packing efficiency", f"{packing.packing_efficiency:.1%} of slots hold a token"
     yield (
         "2-D padding",
-        f"{packing.padded_batches:,} batches at {packing.padded_efficiency:.1%} for the same documents: "
+        f"{packing.padded_batches:,} batches for the same documents, {packing.padded_efficiency:.1%} full: "
         f"packing needs {packing.fewer_batches:.0%} fewer",
     )
 

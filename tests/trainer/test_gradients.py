@@ -74,6 +74,15 @@ def packed_step(tmp_path, build, split, *, collate=None, keep_proof=True, **sett
     return recorder.gradient
 
 
+def remembering(model):
+    """Slow decay, as trained heads have it: random ones forget within a token, and a recurrence leak with them."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.fill_(-4.0)
+    return model
+
+
 def relative_error(found, expected):
     # The global norm: per tensor, gradients of 1e-5 (A_log, dt_bias) carry rounding of 1e-5 relative.
     return float((found - expected).norm() / expected.norm())
@@ -107,8 +116,8 @@ def test_checkpointing_changes_no_gradient(tmp_path):
 def test_without_boundaries_in_a_layer_the_gradient_is_wrong(tmp_path, monkeypatch, function):
     from hf_speedkit.kernels.bindings import bind_references
 
-    expected = one_at_a_time(tiny_hybrid(), tokenized(LENGTHS))
-    model = tiny_hybrid()
+    expected = one_at_a_time(remembering(tiny_hybrid()), tokenized(LENGTHS))
+    model = remembering(tiny_hybrid())
     with bind_references(model):
         module = sys.modules[type(model).__module__]
         bound = vars(module)[function]

@@ -1,0 +1,48 @@
+"""`KernelAssertionCallback`: refuse slow or wrong kernels in any Trainer."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.core.records import KernelCheck
+from hf_speedkit.kernels.inspection import assert_kernels
+from hf_speedkit.trainer.agreement import agree
+
+
+class KernelAssertionCallback(TrainerCallback):  # type: ignore[misc]
+    """Inspects the prepared model before step 1 and stops all ranks when training would run slow or wrong kernels.
+
+    Args:
+        mode: "strict" raises KernelAssertionError; "warn" logs the same text; "off" does nothing.
+        probe: also run each fused function forward and backward on the device and compare with the reference.
+
+    After `on_train_begin`, `checks` holds one KernelCheck per function.
+    """
+
+    def __init__(self, *, mode: Literal["strict", "warn", "off"] = "strict", probe: bool = True) -> None:
+        if mode not in ("strict", "warn", "off"):
+            raise ConfigurationError(f"mode is {mode!r}", mend='use "strict", "warn" or "off"')
+        self.mode: Literal["strict", "warn", "off"] = mode
+        self.probe = probe
+        self.checks: tuple[KernelCheck, ...] = ()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+    ) -> None:
+        """Inspect, or stop all ranks with one message."""
+        if self.mode == "off":
+            return
+        self.checks = agree(
+            lambda: assert_kernels(model, mode=self.mode, probe=self.probe, dtype=activation_dtype(args))
+        )
+
+
+def activation_dtype(args: TrainingArguments) -> torch.dtype | None:
+    """What the layers will compute in: the autocast type of mixed precision, else the parameters' own (None)."""
+    if getattr(args, "bf16", False):
+        return torch.bfloat16
+    return torch.float16 if getattr(args, "fp16", False) else None
