@@ -70,7 +70,7 @@ class KernelCheck:
         layers: how many layers this check speaks of.
         layers_total: how many layers of that class the model has.
         evidence: what is bound (package and version, hub kernel, reference), as found.
-        reason: why it is not FUSED; the real import error where there is one. None for FUSED.
+        reason: why it is not FUSED (the real import error where there is one), or what a FUSED one still costs.
         fix: the exact command that mends it; None where nothing needs mending.
     """
 

@@ -158,6 +158,14 @@ def test_v03_a_recurrence_without_boundaries_is_seen_at_the_other_documents_inpu
     assert torch.autograd.grad(out[:, 40:].sum(), inputs[2])[0][:, :40].abs().max() > 1e-3
 
 
+def test_training_calls_never_wait_for_the_device():
+    """A meta tensor has no values: whatever would fetch one (.item(), .tolist(), a shape from data) raises."""
+    inputs = [x.to("meta") for x in delta_rule_inputs(100)]
+    assert chunk_gated_delta_rule(*inputs, cu_seqlens=borders((40, 60)).to("meta"))[0].shape == (1, 100, 4, 24)
+    x, weight, bias = (x.to("meta") for x in convolution_inputs(100))
+    assert causal_conv1d_fn(x, weight, bias, seq_idx=document_numbers((40, 60)).to("meta")).shape == (1, 6, 100)
+
+
 @pytest.mark.parametrize(
     ("rows", "cu_seqlens", "message"),
     [

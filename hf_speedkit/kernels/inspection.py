@@ -1,0 +1,269 @@
+"""What a model's layers will really run, layer by layer, and the refusal when that is slow or wrong."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.core.records import KernelCheck, KernelRequirement, KernelVerdict
+from hf_speedkit.kernels.imports import ImportOutcome, import_outcomes, installed_version
+from hf_speedkit.kernels.layout import BoundTo, LiveFunction, LiveLayer, live_layers
+from hf_speedkit.kernels.model_checks import attention_checks, experts_checks, judge_attention, model_config
+from hf_speedkit.kernels.refusal import refusal, warnings_in
+from hf_speedkit.kernels.requirements import FAMILIES, FUNCTIONS, family_of, training_requirements
+from hf_speedkit.kernels.verdicts import Judgement, judge, judge_import, unknown_layout
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["strict", "warn", "off"]
+
+_LAYER_NAMES_SHOWN = 3
+
+
+def check_kernels(
+    model_or_config: Any,
+    *,
+    probe: bool = False,
+    tokens_per_batch: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[KernelCheck, ...]:
+    """Say for every optimised function that training calls what it is bound to, and on how many layers.
+
+    Looks at the objects that the live layers will call; `is_*_available()` and `model.use_kernels` are not evidence. A
+    package that is installed but unused is imported once more in a process of its own, for the real exception. Reads
+    only; with `probe` it also runs each fused function forward and backward on small random tensors.
+
+    Args:
+        model_or_config: a live model (wrapped or not), or a config, for which only the packages can be checked.
+        probe: run the fused functions on the model's device and compare outputs and gradients with the reference.
+        tokens_per_batch: slots of a packed row; None when rows are not packed. Adds the checks that packing needs.
+        dtype: what the activations will have; the parameters' own if None. Used by the probe.
+
+    Returns:
+        One check per function, layer class and binding. Empty only for a config whose family needs nothing.
+
+    Raises:
+        ConfigurationError: `probe` with a config; something that is neither a model nor a config.
+    """
+    from torch import nn
+
+    if isinstance(model_or_config, nn.Module):
+        checks = _check_model(model_or_config, tokens_per_batch)
+        if probe:
+            from hf_speedkit.kernels.probe import probe_model
+
+            checks = probe_model(model_or_config, checks, dtype=dtype)
+        return checks
+    if not hasattr(model_or_config, "get_text_config"):
+        raise ConfigurationError(
+            f"expected a model or a transformers config, got {type(model_or_config).__name__}",
+            mend="pass the loaded model, or transformers.AutoConfig.from_pretrained(...)",
+        )
+    if probe:
+        raise ConfigurationError(
+            "a probe runs the functions a live model is bound to, and this is a config",
+            mend="load the model first, or leave probe=False",
+        )
+    return tuple(_check_config(model_or_config, tokens_per_batch))
+
+
+def assert_kernels(
+    model_or_config: Any,
+    *,
+    mode: Mode = "strict",
+    checks: Sequence[KernelCheck] | None = None,
+    probe: bool = False,
+    tokens_per_batch: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[KernelCheck, ...]:
+    """Refuse to train on kernels that are slow, wrong or not known, unless told otherwise.
+
+    Args:
+        model_or_config: as in `check_kernels`.
+        mode: "strict" raises; "warn" logs the same text and goes on; "off" checks nothing.
+        checks: checks made before; None makes them.
+        probe, tokens_per_batch, dtype: as in `check_kernels`.
+
+    Returns:
+        The checks, when training may go on.
+
+    Raises:
+        KernelAssertionError: mode "strict", and a check is neither FUSED nor allowed.
+        ConfigurationError: an unknown mode.
+    """
+    if mode not in ("strict", "warn", "off"):
+        raise ConfigurationError(f"kernel_assertion is {mode!r}", mend='use "strict", "warn" or "off"')
+    if mode == "off":
+        return tuple(checks or ())
+    if checks is None:
+        checks = check_kernels(model_or_config, probe=probe, tokens_per_batch=tokens_per_batch, dtype=dtype)
+    for line in warnings_in(checks):
+        logger.warning("%s", line)
+    error = refusal(checks, decoder_layers=_decoder_layers(model_or_config))
+    if error is not None and mode == "strict":
+        raise error
+    if error is not None:
+        logger.warning("%s", error)
+    return tuple(checks)
+
+
+class _Imports:
+    """Outcomes of importing packages again, each package once and only when somebody asks."""
+
+    def __init__(self) -> None:
+        self._outcomes: dict[str, Mapping[str, ImportOutcome]] = {}
+
+    def of(self, requirement: KernelRequirement) -> ImportOutcome:
+        """Outcome for one function; the first question about a package imports all its functions."""
+        package = requirement.package
+        if package not in self._outcomes:
+            names = [row.function for row in FUNCTIONS.values() if row.package == package]
+            self._outcomes[package] = import_outcomes(package, names)
+        return self._outcomes[package][requirement.function]
+
+
+def _check_model(model: Any, tokens_per_batch: int | None) -> tuple[KernelCheck, ...]:
+    config = model_config(model)
+    family = family_of(config.get_text_config()) if config is not None else None
+    layers = live_layers(model)
+    checks = [
+        *_function_checks(layers),
+        *_missing_functions(layers, family, config),
+        *experts_checks(model),
+        *attention_checks(model, tokens_per_batch),
+    ]
+    if not checks:
+        judgement = unknown_layout(type(model).__name__)
+        checks.append(_check("layers", type(model).__name__, 1, 1, judgement))
+    if tokens_per_batch is not None and family is not None:
+        checks = [_without_boundaries_if_known(check, family) for check in checks]
+    return tuple(checks)
+
+
+def _function_checks(layers: Sequence[LiveLayer]) -> Iterator[KernelCheck]:
+    """One check per function, layer class and binding, in the order the layers come."""
+    totals: dict[str, int] = defaultdict(int)
+    groups: dict[tuple[str, str, object], tuple[LiveFunction | str, list[str]]] = {}
+    for layer in layers:
+        totals[layer.kind] += 1
+        if layer.replaced_by is not None:
+            groups.setdefault((layer.kind, "forward", layer.replaced_by), (layer.replaced_by, []))[1].append(layer.name)
+        for function in layer.functions:
+            requirement = FUNCTIONS.get(function.function)
+            if requirement is None or requirement.training:
+                key = (layer.kind, function.function, id(function.called))
+                groups.setdefault(key, (function, []))[1].append(layer.name)
+    imports = _Imports()
+    for (kind, name, _), (found, names) in groups.items():
+        judgement = _judge_replaced(found) if isinstance(found, str) else _judge(found, imports)
+        yield _check(name, kind, len(names), totals[kind], judgement, names)
+
+
+def _judge(function: LiveFunction, imports: _Imports) -> Judgement:
+    requirement = FUNCTIONS.get(function.function)
+    if requirement is None:
+        return unknown_layout(function.global_name)
+    if function.binding in (BoundTo.TORCH, BoundTo.REFERENCE):
+        return judge(function, requirement, None, imports.of(requirement))
+    return judge(function, requirement, installed_version(requirement.package), None)
+
+
+def _judge_replaced(place: str) -> Judgement:
+    return Judgement(
+        verdict=KernelVerdict.UNVERIFIED,
+        evidence=f"the layer's forward was replaced by {place}",
+        reason="what that forward calls is not known to this version",
+    )
+
+
+def _missing_functions(layers: Sequence[LiveLayer], family: str | None, config: Any) -> Iterator[KernelCheck]:
+    """Functions that the tables demand and no live layer was seen to call."""
+    if family is None or family not in FAMILIES:
+        return
+    kind, expected = FAMILIES[family].layer, _layers_of_family(config.get_text_config(), family)
+    if not expected or any(layer.kind == kind and layer.replaced_by is not None for layer in layers):
+        return
+    seen = {function.function for layer in layers if layer.kind == kind for function in layer.functions}
+    for requirement in training_requirements(family):
+        if requirement.function not in seen:
+            yield _check(requirement.function, kind, expected, expected, unknown_layout(requirement.function))
+
+
+def _check_config(config: Any, tokens_per_batch: int | None) -> Iterator[KernelCheck]:
+    text_config = config.get_text_config()
+    family = family_of(text_config)
+    imports = _Imports()
+    if family is not None:
+        layers = _layers_of_family(text_config, family)
+        for requirement in training_requirements(family) if layers else ():
+            judgement = judge_import(requirement, imports.of(requirement))
+            check = _check(requirement.function, FAMILIES[family].layer, layers, layers, judgement)
+            yield check if tokens_per_batch is None else _without_boundaries_if_known(check, family)
+    implementation = getattr(text_config, "_attn_implementation", None)
+    layers = _attention_layers(text_config)
+    if implementation is not None and layers:
+        judgement = judge_attention(implementation, text_config, tokens_per_batch, live=False)
+        yield _check("attention", "attention layers", layers, layers, judgement)
+
+
+def _without_boundaries_if_known(check: KernelCheck, family: str) -> KernelCheck:
+    """Packed rows leak in some families although every kernel is there: the layer hands no boundaries on."""
+    known = FAMILIES.get(family)
+    if known is None or known.keeps_documents_apart is not False or check.layer != known.layer:
+        return check
+    if check.verdict is not KernelVerdict.FUSED:
+        return check
+    judgement = Judgement(
+        verdict=KernelVerdict.NO_BOUNDARIES,
+        evidence=check.evidence,
+        reason=f"{check.layer} of transformers 5.23 does not keep packed documents apart, whatever the kernel",
+        fix="train this family on padded rows",
+    )
+    return _check(check.function, check.layer, check.layers, check.layers_total, judgement)
+
+
+def _layers_of_family(text_config: Any, family: str) -> int:
+    kinds = FAMILIES[family].layer_types if family in FAMILIES else ()
+    layer_types = getattr(text_config, "layer_types", None) or ()
+    return sum(kind in kinds for kind in layer_types)
+
+
+def _attention_layers(text_config: Any) -> int:
+    """Decoder layers with attention over all positions, as far as a config says."""
+    layer_types = getattr(text_config, "layer_types", None)
+    if not layer_types:
+        return int(getattr(text_config, "num_hidden_layers", 0))
+    return sum(kind != "linear_attention" and ("attention" in kind or "hybrid" in kind) for kind in layer_types)
+
+
+def _decoder_layers(model_or_config: Any) -> int | None:
+    config = model_or_config if hasattr(model_or_config, "get_text_config") else None
+    if config is None and hasattr(model_or_config, "modules"):
+        config = model_config(model_or_config)
+    count = getattr(config.get_text_config(), "num_hidden_layers", None) if config is not None else None
+    return count if isinstance(count, int) else None
+
+
+def _check(
+    function: str, layer: str, layers: int, total: int, judgement: Judgement, names: Sequence[str] = ()
+) -> KernelCheck:
+    evidence = judgement.evidence
+    if layers < total and names:
+        shown = ", ".join(names[:_LAYER_NAMES_SHOWN]) + (" ..." if len(names) > _LAYER_NAMES_SHOWN else "")
+        evidence = f"{evidence} (on {shown})"
+    return KernelCheck(
+        function=function,
+        verdict=judgement.verdict,
+        layer=layer,
+        layers=layers,
+        layers_total=total,
+        evidence=evidence,
+        reason=judgement.reason,
+        fix=judgement.fix,
+    )

@@ -1,0 +1,89 @@
+"""The message for kernels that must not be trained on: a table, the commands, the way to go on. Pure text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from hf_speedkit.core.errors import KernelAssertionError
+from hf_speedkit.core.records import KernelCheck, KernelVerdict
+
+GO_ON = 'kernel_assertion="warn"'
+
+_WOULD = {
+    KernelVerdict.FALLBACK: "would run the reference implementation instead of a fused kernel",
+    KernelVerdict.FORWARD_ONLY: "would train without some of their gradients",
+    KernelVerdict.BROKEN: "would run a kernel that fails or computes wrong numbers",
+    KernelVerdict.NO_BOUNDARIES: "would let packed documents see one another",
+    KernelVerdict.BLOCKED: "would run a combination of versions known to fail",
+    KernelVerdict.UNVERIFIED: "would run something that could not be verified",
+}
+
+
+def refusal(checks: Sequence[KernelCheck], *, decoder_layers: int | None) -> KernelAssertionError | None:
+    """The error for every check that is not FUSED, or None if all are.
+
+    Args:
+        checks: what was found.
+        decoder_layers: layers of the model, for "48 of 64 layers"; None where not known.
+    """
+    failing = [check for check in checks if check.verdict is not KernelVerdict.FUSED]
+    if not failing:
+        return None
+    fixes = dict.fromkeys(check.fix for check in failing if check.fix is not None)
+    return KernelAssertionError(
+        f"{_count(failing, decoder_layers)} {_what_they_would_do(failing)}.",
+        evidence=table(failing),
+        mend="\n          ".join(fixes) if fixes else None,
+        regardless=GO_ON,
+    )
+
+
+def warnings_in(checks: Sequence[KernelCheck]) -> tuple[str, ...]:
+    """What a FUSED function still costs, one line each."""
+    return tuple(
+        f"{check.function} ({check.layer}, {check.layers} layers): {check.reason}"
+        for check in checks
+        if check.verdict is KernelVerdict.FUSED and check.reason is not None
+    )
+
+
+def table(checks: Sequence[KernelCheck]) -> tuple[str, ...]:
+    """One aligned line per check: function, verdict, layers, and why."""
+    function_width = max((len(check.function) for check in checks), default=0)
+    verdict_width = max((len(check.verdict.value) for check in checks), default=0)
+    layers = [_layers(check) for check in checks]
+    layers_width = max((len(text) for text in layers), default=0)
+    return tuple(
+        f"{check.function:<{function_width}}   {check.verdict.value:<{verdict_width}}   {text:<{layers_width}}   "
+        f"{_why(check)}"
+        for check, text in zip(checks, layers, strict=True)
+    )
+
+
+def _layers(check: KernelCheck) -> str:
+    count = f"{check.layers}" if check.layers == check.layers_total else f"{check.layers} of {check.layers_total}"
+    return f"{check.layer}, {count} layer{'' if check.layers_total == 1 else 's'}"
+
+
+def _why(check: KernelCheck) -> str:
+    return check.evidence if check.reason is None else f"{check.reason} [{check.evidence}]"
+
+
+def _count(failing: Sequence[KernelCheck], decoder_layers: int | None) -> str:
+    """How many layers are concerned: a layer that fails in two functions is one layer."""
+    by_function: Counter[tuple[str, str]] = Counter()
+    for check in failing:
+        by_function[check.layer, check.function] += check.layers
+    kinds = {check.layer: check.layers_total for check in failing}
+    layers = sum(max(count for (kind, _), count in by_function.items() if kind == layer) for layer in kinds)
+    # Several small modules can sit in one decoder layer: then only their own number says something.
+    total = decoder_layers if decoder_layers is not None and decoder_layers >= layers else sum(kinds.values())
+    return f"{layers} of {total} layers"
+
+
+def _what_they_would_do(failing: Sequence[KernelCheck]) -> str:
+    verdicts = {check.verdict for check in failing}
+    if len(verdicts) == 1:
+        return _WOULD[failing[0].verdict]
+    return "would run kernels that are slow, wrong or not verified"

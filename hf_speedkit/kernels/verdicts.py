@@ -1,0 +1,166 @@
+"""From what a function is bound to, to a verdict in words: pure rules, no model and no device."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hf_speedkit.core.records import KernelRequirement, KernelVerdict
+from hf_speedkit.kernels.imports import ImportOutcome, ImportStatus
+from hf_speedkit.kernels.layout import BoundTo, LiveFunction
+
+REFERENCE_EVIDENCE = "hf_speedkit reference"
+FALLBACK_EVIDENCE = "transformers' torch fallback"
+
+# Packages whose source builds need the torch that is installed, not a fresh one in an isolated environment.
+_BUILT_FROM_SOURCE = ("causal_conv1d", "mamba_ssm")
+# fla 0.6.0 refuses its backward on Hopper with triton [3.4.0, 3.7.1): fla issue 983, met on an H200.
+_VERSIONS = {"triton": "triton>=3.7.1"}
+
+# How the layers call them: transformers drops a keyword that the implementation's signature does not name, silently.
+_CALLS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "causal_conv1d_fn": (3, ("activation",)),
+    "chunk_gated_delta_rule": (3, ("g", "beta", "use_qk_l2norm_in_kernel")),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """The part of a `KernelCheck` that does not depend on which layers it is about."""
+
+    verdict: KernelVerdict
+    evidence: str
+    reason: str | None = None
+    fix: str | None = None
+
+
+def judge(
+    function: LiveFunction, requirement: KernelRequirement, version: str | None, outcome: ImportOutcome | None
+) -> Judgement:
+    """What a bound function means for training.
+
+    Args:
+        function: as a live layer calls it.
+        requirement: its row in the tables.
+        version: of the package's distribution; None where not known.
+        outcome: of repeating the import; needed for a fallback or a reference only.
+    """
+    if function.binding is BoundTo.PACKAGE and function.implementation is not None:
+        return _judge_signature(function.implementation, requirement, _described(function, version))
+    if function.binding is BoundTo.HUB and function.implementation is not None:
+        return Judgement(verdict=KernelVerdict.FUSED, evidence=f"hub kernel {function.implementation.__module__}")
+    if outcome is None or function.binding in (BoundTo.UNKNOWN, BoundTo.PACKAGE, BoundTo.HUB):
+        return unknown_layout(function.global_name)
+    evidence = REFERENCE_EVIDENCE if function.binding is BoundTo.REFERENCE else FALLBACK_EVIDENCE
+    return Judgement(
+        verdict=KernelVerdict.FALLBACK,
+        evidence=evidence,
+        reason=why_not_bound(requirement.package, outcome),
+        fix=command_that_mends(requirement, outcome),
+    )
+
+
+def judge_import(requirement: KernelRequirement, outcome: ImportOutcome) -> Judgement:
+    """What importing a function, without a model, says about a model that would be loaded now."""
+    if outcome.status is ImportStatus.WORKS:
+        evidence = f"{requirement.package} {outcome.version or '(version unknown)'} imports"
+        missing = [name for name in requirement.boundary_arguments if name not in (outcome.parameters or ())]
+        if missing:
+            return _without_boundaries(requirement, missing, evidence)
+        return Judgement(verdict=KernelVerdict.FUSED, evidence=evidence)
+    return Judgement(
+        verdict=KernelVerdict.FALLBACK,
+        evidence=FALLBACK_EVIDENCE,
+        reason=why_not_bound(requirement.package, outcome),
+        fix=command_that_mends(requirement, outcome),
+    )
+
+
+def unknown_layout(name: str) -> Judgement:
+    """Nothing is claimed about a binding that this version cannot read."""
+    return Judgement(
+        verdict=KernelVerdict.UNVERIFIED,
+        evidence=f"{name} is bound in a way this version of hf_speedkit does not know",
+        reason="the layout of transformers differs from 5.23, which it was checked against",
+        fix='pip install "transformers>=5.23,<5.24"',
+    )
+
+
+def why_not_bound(package: str, outcome: ImportOutcome) -> str:
+    """One sentence: the real cause of a fallback."""
+    if outcome.status is ImportStatus.ABSENT:
+        return f"`{package}` is not installed"
+    if outcome.status is ImportStatus.FAILS:
+        return f"`{package}` is installed but fails to import: {outcome.detail}"
+    if outcome.status is ImportStatus.LACKS:
+        return f"`{package}` {outcome.version or '(version unknown)'} imports but has no {outcome.detail}"
+    return (
+        f"`{package}` imports now, but did not when transformers' modeling file was imported, and that import decides"
+    )
+
+
+def command_that_mends(requirement: KernelRequirement, outcome: ImportOutcome) -> str:
+    """The exact command for the cause that `why_not_bound` names."""
+    flags = "--no-build-isolation " if requirement.package in _BUILT_FROM_SOURCE else ""
+    wanted = f'"{requirement.distribution}"'
+    if outcome.status is ImportStatus.WORKS:
+        return "start a new process"
+    if outcome.status is ImportStatus.ABSENT:
+        return f"pip install {flags}{wanted}"
+    if outcome.status is ImportStatus.LACKS:
+        return f"pip install --upgrade {flags}{wanted}"
+    missing = re.search(r"No module named '([\w.]+)'", outcome.detail or "")
+    if missing:
+        module = missing.group(1).partition(".")[0]
+        return f'pip install "{_VERSIONS.get(module, module)}"'
+    # Built for another torch or CUDA ("undefined symbol", "cannot open shared object file"), or half installed.
+    return f"pip install --force-reinstall --no-deps --no-cache-dir {flags}{wanted}"
+
+
+def _judge_signature(implementation: Callable[..., object], requirement: KernelRequirement, evidence: str) -> Judgement:
+    try:
+        signature = inspect.signature(implementation)
+    except (TypeError, ValueError) as error:
+        return Judgement(
+            verdict=KernelVerdict.UNVERIFIED, evidence=evidence, reason=f"its signature cannot be read: {error}"
+        )
+    upgrade = f'pip install --upgrade "{requirement.distribution}"'
+    problem = _call_problem(signature, requirement)
+    if problem is not None:
+        return Judgement(verdict=KernelVerdict.BROKEN, evidence=evidence, reason=problem, fix=upgrade)
+    missing = [name for name in requirement.boundary_arguments if name not in signature.parameters]
+    if missing:
+        return _without_boundaries(requirement, missing, evidence)
+    return Judgement(verdict=KernelVerdict.FUSED, evidence=evidence)
+
+
+def _call_problem(signature: inspect.Signature, requirement: KernelRequirement) -> str | None:
+    if requirement.function not in _CALLS:
+        return None
+    positional, needed = _CALLS[requirement.function]
+    dropped = [name for name in needed if name not in signature.parameters]
+    if dropped:
+        return f"it has no parameter {', '.join(dropped)}, which the layer needs and transformers drops silently"
+    keywords = [*needed, *(name for name in requirement.boundary_arguments if name in signature.parameters)]
+    try:
+        signature.bind(*range(positional), **dict.fromkeys(keywords))
+    except TypeError as error:
+        return f"it cannot be called the way the layer calls it: {error}"
+    return None
+
+
+def _without_boundaries(requirement: KernelRequirement, missing: list[str], evidence: str) -> Judgement:
+    return Judgement(
+        verdict=KernelVerdict.NO_BOUNDARIES,
+        evidence=evidence,
+        reason=f"it has no parameter {', '.join(missing)}; transformers drops the boundaries silently",
+        fix=f'pip install --upgrade "{requirement.distribution}"',
+    )
+
+
+def _described(function: LiveFunction, version: str | None) -> str:
+    implementation = function.implementation
+    place = getattr(implementation, "__module__", None) or type(implementation).__module__
+    return f"{function.package} {version or '(version unknown)'}: {place}"
