@@ -37,7 +37,7 @@ def model_config(model: nn.Module) -> Any:
 def attention_checks(model: nn.Module, tokens_per_batch: int | None) -> Iterator[KernelCheck]:
     """One check per attention class and implementation among the layers of the text model."""
     config = model_config(model)
-    text_config = config.get_text_config() if config is not None else None
+    text_config: Any = config.get_text_config() if config is not None else None
     modules: list[Any] = [module for module in model.modules() if _dispatches_attention(module)]
     attention = [(type(module).__name__, module.config) for module in modules if hasattr(module, "config")]
     # Towers for images and sound have configs of their own; their rows are not the packed ones.

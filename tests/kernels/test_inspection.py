@@ -1,6 +1,8 @@
 """The inspection of live models and configs, and the refusal, on a machine without any kernel package."""
 
 import logging
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -205,3 +207,12 @@ def test_equal_commands_are_given_once():
 
 def test_fused_checks_are_no_reason_to_refuse():
     assert refusal([check(verdict=KernelVerdict.FUSED)], decoder_layers=64) is None
+
+
+def test_importing_the_inspection_and_the_bindings_imports_no_torch():
+    """`hf-speedkit doctor` must be able to speak before, and without, a torch that works."""
+    script = (
+        "import sys, hf_speedkit.kernels.inspection, hf_speedkit.kernels.bindings;"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
