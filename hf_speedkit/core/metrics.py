@@ -90,8 +90,9 @@ _STEP = (
     Metric(
         key="speed/step_time_s",
         unit="s",
-        formula="mean over steady steps of: end of step to end of step, data wait included, evaluation, saving and "
-        "logging left out; least over ranks, since a rank that waits for another one's pause must not count it",
+        formula="mean over steady steps of: end of step to end of step, on the device's clock where there is one, data "
+        "wait included, evaluation, saving and logging left out; least over ranks, since a rank that waits for another "
+        "one's pause must not count it",
         cost=_CLOCK,
     ),
     Metric(

@@ -140,7 +140,8 @@ def warm_up(early: Sequence[StepSum]) -> tuple[bool, ...]:
 
     Always the first one (compilation, allocator growth), and those someone excluded. Of the others, a step that took
     more than SLOW_FACTOR times the low median of these steps, both in time and in time per slot (so that a large batch
-    is not mistaken for compilation), and at least SLOW_MARGIN_S longer. Waiting for data is not warm-up: it is left out of the comparison.
+    is not mistaken for compilation), and at least SLOW_MARGIN_S longer. Waiting for data is not warm-up: it is left out
+    of the comparison, which is of device spans where those were measured.
     """
     flags = [index == 0 or bool(step.excluded) for index, step in enumerate(early)]
     judged = [index for index in range(1, len(early)) if not flags[index]]
@@ -311,6 +312,8 @@ def _gpu(usage: GpuUsage | None) -> dict[str, float | None]:
 
 
 def _work_time(step: StepSum) -> float | None:
+    if step.device_time_s is not None:
+        return step.device_time_s
     return None if step.step_time_s is None else step.step_time_s - (step.data_wait_s or 0.0)
 
 

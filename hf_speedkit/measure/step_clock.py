@@ -9,9 +9,10 @@ bucket, so the parts of a step add up to its time by construction:
     other       callbacks between the end of a step and the loop going on, and the time from `batches_ready` on
     eval, save, log   pauses: not part of any step's time
 
-The host runs ahead of the device, so a single host reading says when work was issued, not when it was done. Over a
-window it evens out only if the window ends with the device idle: `settle` does that, at a logging step, where the
-Trainer has just waited for the loss anyway. Device spans come from events, read back when they are known to be done.
+The host runs ahead of the device, so a host reading says when work was issued, not when it was done. With a device, a
+step's time is therefore taken between the marks that end two steps on the device's own clock, and a window ends with
+the device idle: `settle` sees to that, at a logging step, where the Trainer has just waited for the loss anyway. The
+parts are host times; they add up to the step time over a window, not step by step.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class DeviceTimer(Protocol):
 class CudaTimer:
     """Marks by CUDA events on the current stream.
 
-    Cost: two events a step; an event is one small command in the stream and never blocks the host.
+    Cost: two events a step and one a pause; an event is one small command in the stream and never blocks the host.
     """
 
     def mark(self) -> Any:
@@ -63,6 +64,11 @@ class CudaTimer:
         return float(start.elapsed_time(end)) / 1e3
 
 
+def device_timer(device_type: str) -> DeviceTimer | None:
+    """The timer of a kind of device ("cuda", which AMD GPUs are called as well); None where there is none for it."""
+    return CudaTimer() if device_type == "cuda" else None
+
+
 @dataclass(slots=True)
 class StepTimes:
     """Times of one optimizer step, in seconds; see the module's text for the parts."""
@@ -75,11 +81,14 @@ class StepTimes:
     save_time_s: float = 0.0
     log_time_s: float = 0.0
     device_time_s: float | None = None
-    marks: tuple[Any, Any] | None = field(default=None, repr=False)
+    end_to_end_s: float | None = None
+    marks: tuple[Any, Any, Any] | None = field(default=None, repr=False)
 
     @property
     def step_time_s(self) -> float:
-        """End of the previous step to end of this one, pauses left out."""
+        """End of the previous step to end of this one, pauses left out; on the device's clock where there is one."""
+        if self.end_to_end_s is not None:
+            return self.end_to_end_s
         return self.data_wait_s + self.host_time_s + self.device_wait_s + self.other_s
 
 
@@ -97,6 +106,7 @@ class StepClock:
         self._finished: list[StepTimes] = []
         self._next = StepTimes()
         self._at = now()
+        self._base_mark: Any = None
         self._start_mark: Any = None
         self._waited_s = 0.0
         self._fetched = False
@@ -113,9 +123,9 @@ class StepClock:
         self._next = StepTimes()
         self._waited_s = 0.0
         self._fetched = False
-        self._start_mark = None
         self.in_step = False
         self._at = self._now()
+        self._mark_base()
 
     def batches_ready(self) -> None:
         """The loader has given this rank its batches: what comes between here and the step's begin is no data wait.
@@ -151,7 +161,9 @@ class StepClock:
         self._waited_s = 0.0
         self.in_step = False
         if self._device is not None:
-            step.marks = (self._start_mark, self._device.mark())
+            end_mark = self._device.mark()
+            step.marks = (self._base_mark, self._start_mark, end_mark)
+            self._base_mark = end_mark
         self._finished.append(step)
 
     @contextmanager
@@ -172,6 +184,7 @@ class StepClock:
         """The time since the last call went into evaluation, saving or logging."""
         name = f"{kind}_time_s"
         setattr(self._next, name, getattr(self._next, name) + self._segment())
+        self._mark_base()
 
     def settle(self) -> None:
         """Wait until the device has done the last finished step, and count that wait as part of it.
@@ -184,7 +197,7 @@ class StepClock:
             return
         last = self._finished[-1]
         if last.marks is not None:
-            self._device.wait(last.marks[1])
+            self._device.wait(last.marks[-1])
         last.device_wait_s += self._segment()
 
     def take(self) -> list[StepTimes]:
@@ -192,7 +205,9 @@ class StepClock:
         taken, self._finished = self._finished, []
         for step in taken:
             if self._device is not None and step.marks is not None:
-                step.device_time_s = self._device.elapsed_s(*step.marks)
+                base, start, end = step.marks
+                step.device_time_s = self._device.elapsed_s(start, end)
+                step.end_to_end_s = self._device.elapsed_s(base, end)
             step.marks = None
         return taken
 
@@ -201,6 +216,11 @@ class StepClock:
         """Pauses after the last finished step; they go to the next one, if there is one."""
         after = self._next
         return StepTimes(eval_time_s=after.eval_time_s, save_time_s=after.save_time_s, log_time_s=after.log_time_s)
+
+    def _mark_base(self) -> None:
+        """The next step's time counts from here; without a pause in between, from the end of the step before."""
+        if self._device is not None:
+            self._base_mark = self._device.mark()
 
     def _segment(self) -> float:
         before, self._at = self._at, self._now()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers import TrainingArguments
 
-from hf_speedkit.core.records import TokenCounts
+from hf_speedkit.core.records import NO_TOKENS, TokenCounts
 from hf_speedkit.trainer.observation import (
     TOKEN_COUNTS_KEY,
     CountedStep,
@@ -21,14 +23,28 @@ from hf_speedkit.trainer.observation import (
 _UNKNOWN = TokenCounts(slots=0, real=None, target=None, documents=None)
 
 
+def counts_its_batch(args: TrainingArguments, model: torch.nn.Module) -> bool:
+    """Whether this rank's batch is its own: the ranks of one tensor-parallel group all see the same, and one counts it.
+
+    Accelerate lays such a group over neighbouring ranks (parallelism_config.py:267, "tp" last).
+    """
+    config = getattr(args, "parallelism_config", None)
+    size = getattr(model, "_tp_size", None) or getattr(config, "tp_size", None) or 1
+    return bool(args.process_index % size == 0)
+
+
 class MicroBatchCounter:
     """Keeps one Observation per step until the steps are taken.
 
     Two sources: `count`, called by a trainer that knows its counts, and the hook that `watch` puts on a model. The
     first `count` takes precedence for good: what the hook saw in that step is dropped and the hook stops counting.
+
+    Args:
+        own_batch: False where another rank counts the same batch (`counts_its_batch`): its tokens are zero here.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, own_batch: bool = True) -> None:
+        self._own_batch = own_batch
         self.current = Observation()
         self._waiting: list[tuple[int, Observation]] = []
         self._read: list[tuple[int, CountedStep]] = []
@@ -95,6 +111,8 @@ class MicroBatchCounter:
         """The finished steps, read from the device in one transfer. Waits for it: not for every step."""
         numbers = [number for number, _ in self._waiting]
         counted = read([observation for _, observation in self._waiting])
+        if not self._own_batch:
+            counted = [replace(step, tokens=NO_TOKENS) for step in counted]
         self._read += zip(numbers, counted, strict=True)
         self._waiting = []
         return self._read

@@ -25,9 +25,9 @@ from hf_speedkit.core.throughput import (
     window_metrics,
 )
 from hf_speedkit.measure.gpu_sampler import GpuSampler
-from hf_speedkit.measure.step_clock import CudaTimer, StepClock
+from hf_speedkit.measure.step_clock import StepClock, device_timer
 from hf_speedkit.trainer.mfu_inputs import device_peak_tflops, flops_of, missing_notices
-from hf_speedkit.trainer.micro_batches import MicroBatchCounter
+from hf_speedkit.trainer.micro_batches import MicroBatchCounter, counts_its_batch
 from hf_speedkit.trainer.reduction import gather_over_ranks
 from hf_speedkit.trainer.saved_totals import load_totals, save_totals
 from hf_speedkit.trainer.sinks import SinkGroup
@@ -127,9 +127,9 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
         self._ledger = Ledger(world_size=args.world_size, before=load_totals(state))
         self._flops = self._given_flops if self._given_flops is not None else flops_of(model)
         self._peak = self._given_peak if self._given_peak is not None else device_peak_tflops(args, model)
-        self._counter = MicroBatchCounter()
+        self._counter = MicroBatchCounter(own_batch=counts_its_batch(args, model))
         self._counter.watch(model, counting=lambda: self._forward_expected)
-        self._clock = StepClock(device=CudaTimer() if args.device.type == "cuda" else None)
+        self._clock = StepClock(device=device_timer(args.device.type))
         self._start_sampler(args)
         if self._rank_zero:
             for line in missing_notices(args, attached=self.attached, peak=self._peak, flops=self._flops):

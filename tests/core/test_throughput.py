@@ -72,6 +72,7 @@ def test_autotuning_between_normal_steps_is_warm_up_too():
     [
         ("a batch with five times the tokens", step(3, 5.0, tokens(5000))),
         ("a slow data loader", step(3, 5.0, tokens(1000), data_wait_s=4.0)),
+        ("a slow loader, on a device", step(3, 5.0, tokens(1000), data_wait_s=0.0, device_time_s=1.0)),
         ("not that much slower", step(3, 1.9, tokens(1000))),
     ],
 )

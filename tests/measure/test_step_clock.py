@@ -99,16 +99,51 @@ def test_v70_rates_follow_the_device_and_not_the_speed_at_which_work_is_issued(h
     assert [times.device_time_s for times in steps] == pytest.approx([1.0] * 5)
 
 
-def test_without_settling_the_queued_work_would_pass_as_a_pause(hand):
+@pytest.mark.parametrize(("settled", "save_time_s"), [(True, 0.5), (False, 1.5)])
+def test_only_settling_keeps_queued_work_out_of_the_pause_after_it(hand, settled, save_time_s):
     device = FakeDevice(hand)
     clock = StepClock(now=hand, device=device)
     clock.start()
     clock.begin_step()
     device.issue(1.0)
     clock.end_step()
-    device.wait(device.busy_until)
+    clock.loop_goes_on()
+    if settled:
+        clock.settle()
+    device.wait(device.busy_until)  # what writing a checkpoint does first
+    hand.pass_(0.5)
     clock.pause("save")
-    assert clock.take()[0].step_time_s == 0.0  # what `settle` is there to prevent
+    assert clock.pauses_since_last_step.save_time_s == pytest.approx(save_time_s)
+    assert clock.take()[0].step_time_s == pytest.approx(1.0)
+
+
+def test_steps_are_told_apart_on_the_devices_clock_although_the_host_waits_only_once(hand):
+    device = FakeDevice(hand)
+    clock = StepClock(now=hand, device=device)
+    clock.start()
+    for seconds in (3.0, 1.0, 2.0):
+        hand.pass_(0.01)
+        clock.begin_step()
+        device.issue(seconds)
+        clock.end_step()
+        clock.loop_goes_on()
+    clock.settle()
+    assert [times.step_time_s for times in clock.take()] == pytest.approx([3.01, 1.0, 2.0])
+
+
+def test_time_between_a_pause_and_the_next_step_belongs_to_that_step(hand):
+    device = FakeDevice(hand)
+    clock = StepClock(now=hand, device=device)
+    clock.start()
+    for _ in range(2):
+        hand.pass_(0.2)
+        clock.begin_step()
+        device.issue(1.0)
+        clock.end_step()
+        clock.settle()
+        hand.pass_(9.0)
+        clock.pause("eval")
+    assert [times.step_time_s for times in clock.take()] == pytest.approx([1.2, 1.2])
 
 
 def test_a_device_span_that_is_not_over_is_unknown_and_not_waited_for(hand):

@@ -1,7 +1,12 @@
 """A plain transformers Trainer on a tiny Llama with padded batches: no TRL, none of our collators."""
 
+import time
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from hf_speedkit.trainer.attach import attach
+from hf_speedkit.trainer.throughput_callback import ThroughputCallback
 
 LENGTHS = (3, 11, 5, 8, 7, 2, 9, 4, 6, 10, 12, 1)
 PROMPT = 2  # tokens of each document without a target
@@ -89,3 +94,42 @@ def make_trainer(
 
 def training_rows(trainer):
     return [row for row in trainer.state.log_history if "loss" in row]
+
+
+def train(trainer, callback=None, **more):
+    callback = callback or ThroughputCallback()
+    attach(trainer, callback)
+    trainer.train(**more)
+    return callback
+
+
+def as_tuple(counts):
+    return counts.slots, counts.real, counts.target, counts.documents, counts.squared_lengths
+
+
+class Slow(torch.utils.data.Dataset):
+    """Documents that take their time."""
+
+    def __init__(self, rows, seconds):
+        self.rows = rows
+        self.seconds = seconds
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        time.sleep(self.seconds)
+        return self.rows[index]
+
+
+class SlowStream(torch.utils.data.IterableDataset):
+    """The same as a stream: what is skipped on resume is read all the same."""
+
+    def __init__(self, rows, seconds):
+        self.rows = rows
+        self.seconds = seconds
+
+    def __iter__(self):
+        for row in self.rows:
+            time.sleep(self.seconds)
+            yield row

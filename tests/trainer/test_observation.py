@@ -1,5 +1,7 @@
 """Counting a batch from the model's inputs, family by family."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from plain_trainer import documents, pad, tiny_llama
@@ -12,6 +14,7 @@ from transformers import (
 )
 
 from hf_speedkit.core.records import TokenCounts
+from hf_speedkit.trainer.micro_batches import MicroBatchCounter, counts_its_batch
 from hf_speedkit.trainer.observation import GradientProbe, LabelRule, Observation, count_batch, read
 
 
@@ -122,6 +125,17 @@ def test_a_window_is_read_in_one_transfer(monkeypatch):
     assert len(reads) == 1
     assert all(step.nonfinite for step in steps)
     assert read([]) == []
+
+
+@pytest.mark.parametrize(("rank", "tensor_parallel", "own"), [(0, 2, True), (1, 2, False), (2, 2, True), (3, 1, True)])
+def test_one_rank_of_a_tensor_parallel_group_counts_the_batch(rank, tensor_parallel, own):
+    args = SimpleNamespace(process_index=rank, parallelism_config=SimpleNamespace(tp_size=tensor_parallel))
+    assert counts_its_batch(args, torch.nn.Linear(1, 1)) is own
+    counter = MicroBatchCounter(own_batch=own)
+    counter.count(TokenCounts(slots=8, real=7, target=6, documents=1))
+    counter.end_step(1, excluded=None)
+    ((_, step),) = counter.take()
+    assert step.tokens.slots == (8 if own else 0)
 
 
 def gradient_of(loss_scale):
