@@ -1,4 +1,4 @@
-# One file for people and CI. `make demo` and `make test` need only Python >= 3.10; both work in .venv.
+# One file for people and CI. `make demo` and `make test` need only Python >= 3.11 (transformers and trl ask for it); both work in .venv.
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin

@@ -68,9 +68,7 @@ def main() -> None:
             disable_tqdm=True,
             report_to="none",
         )
-        trainer = SpeedSFTTrainer(
-            model=model, args=args, train_dataset=dataset, processing_class=stub_tokenizer()
-        )
+        trainer = SpeedSFTTrainer(model=model, args=args, train_dataset=dataset, processing_class=stub_tokenizer())
         began = time.perf_counter()
         trainer.train()
         seconds = time.perf_counter() - began

@@ -84,7 +84,7 @@ class RecipeArguments:
         default=None, metadata={"help": "Parameters of the model, to check memory before anything is downloaded."}
     )
     tiny_chat: bool = field(default=False, metadata={"help": "Use the model and data of recipes/tiny_chat.py."})
-    conversations: int = field(default=400, metadata={"help": "How many conversations tiny_chat chooses."})
+    conversations: int = field(default=174, metadata={"help": "How many conversations tiny_chat chooses."})
 
     def __post_init__(self) -> None:
         """Refuse a job without data."""
@@ -127,7 +127,9 @@ def parse(config: Path, argv: list[str]) -> tuple[RecipeArguments, Any, Any]:
 
     given = argv if any(name == "config" for name, _ in options(argv)) else ["--config", str(config), *argv]
     try:
-        recipe, args, model_args = TrlParser((RecipeArguments, SpeedSFTConfig, ModelConfig)).parse_args_and_config(given)
+        recipe, args, model_args = TrlParser((RecipeArguments, SpeedSFTConfig, ModelConfig)).parse_args_and_config(
+            given
+        )
     except ValueError as error:
         if isinstance(error, SpeedkitError):
             raise

@@ -72,6 +72,7 @@ class RunSummary:
         kernels: verdict of each function.
         isolation: the proof.
         changed_layers: what was put in place for packed rows.
+        startup_s: seconds that each proof took before step 1, compilation of kernels included.
         output_dir: where the model and the step log are.
         step_log: name of the step log inside it.
         report_to: trackers that got the metrics.
@@ -85,6 +86,7 @@ class RunSummary:
     kernels: tuple[KernelCheck, ...]
     isolation: IsolationReport | None
     changed_layers: tuple[str, ...]
+    startup_s: Mapping[str, float]
     output_dir: str
     step_log: str | None
     report_to: tuple[str, ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from hf_speedkit.core.errors import PackingError
@@ -31,7 +32,7 @@ def packed_documents(batch: Mapping[str, object]) -> tuple[Document, ...]:
     """The segments of a packed row, a padding tail included.
 
     Args:
-        batch: holds `cu_seq_lens_q` (int, [N + 1]) or `position_ids` (int, [1, T]); where both are there they must agree.
+        batch: holds `cu_seq_lens_q` (int, [N + 1]) or `position_ids` (int, [1, T]); if both, they must agree.
 
     Returns:
         N documents in row order. Reading them costs a device synchronisation: call it at start-up, not per step.
@@ -123,13 +124,13 @@ def _from_cu_seq_lens(batch: Mapping[str, object]) -> tuple[Document, ...] | Non
         return None
     edges = [int(edge) for edge in _tensor(batch, "cu_seq_lens_q").tolist()]
     slots = int(_tensor(batch, "input_ids").shape[-1])
-    if edges[0] != 0 or edges[-1] != slots or any(a >= b for a, b in zip(edges[:-1], edges[1:], strict=True)):
+    if edges[0] != 0 or edges[-1] != slots or any(a >= b for a, b in pairwise(edges)):
         raise PackingError(
             "cu_seq_lens_q must rise from 0 to the number of slots",
             evidence=(f"got {edges[:3]} ... {edges[-2:]} for {slots} slots",),
             mend="collate with hf_speedkit.PackedCollator",
         )
-    return tuple(Document(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True))
+    return tuple(Document(a, b) for a, b in pairwise(edges))
 
 
 def _from_position_ids(batch: Mapping[str, object]) -> tuple[Document, ...] | None:
@@ -139,7 +140,7 @@ def _from_position_ids(batch: Mapping[str, object]) -> tuple[Document, ...] | No
     # A new document is where the position does not follow its neighbour: any constant first position works (V14).
     breaks = (positions[1:] != positions[:-1] + 1).nonzero().flatten() + 1
     edges = [0, *(int(edge) for edge in breaks.tolist()), int(positions.shape[0])]
-    return tuple(Document(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True))
+    return tuple(Document(a, b) for a, b in pairwise(edges))
 
 
 def _tensor(batch: Mapping[str, object], key: str) -> torch.Tensor:

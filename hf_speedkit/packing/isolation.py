@@ -71,7 +71,8 @@ def isolation_error(report: IsolationReport) -> IsolationError:
         evidence=(
             f"document {report.probed_document} of {report.documents}: its log-probabilities moved by "
             f"{report.output_change:.1e} when the other documents were replaced (allowed {report.tolerance:.1e})",
-            f"its gradient at other documents' embeddings is {report.gradient_leak:.1e} (own {report.own_gradient:.1e})",
+            f"its gradient at other documents' embeddings is {report.gradient_leak:.1e} "
+            f"(own {report.own_gradient:.1e})",
             f"operations looked at: {', '.join(report.operations) or 'none could be told apart'}",
         ),
         mend="install the kernels that take document boundaries (`hf-speedkit doctor MODEL` names them), "
@@ -171,7 +172,7 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _log_probs(model: torch.nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
-    """log p(token t + 1), float32 [1, T - 1], by TRL's fused head where the model has it, else from the logits."""
+    """Score each next token, log p(token t + 1), float32 [1, T - 1]; by TRL's fused head where the model has it."""
     import torch
 
     if _has_fused_head(model):
@@ -239,7 +240,7 @@ def _largest(values: torch.Tensor) -> float:
 
 
 def _default_tolerance(model: torch.nn.Module) -> float:
-    config = getattr(_unwrapped(model), "config", None)
+    config: Any = getattr(_unwrapped(model), "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
     if not experts:

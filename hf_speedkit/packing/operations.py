@@ -116,7 +116,8 @@ class OperationProbe:
         if axis is None:
             return value
         # Negated and halved: other numbers, but the same range, so that decays and gates stay what they are.
-        changed = value.detach() * 0.5 if bool((value <= 0).all()) or bool((value >= 0).all()) else value.detach() * -0.5
+        one_sign = bool((value <= 0).all()) or bool((value >= 0).all())
+        changed = value.detach() * (0.5 if one_sign else -0.5)
         inside = value.detach().narrow(axis, self._start, self._stop - self._start)
         changed.narrow(axis, self._start, self._stop - self._start).copy_(inside)
         return changed

@@ -50,7 +50,7 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
     packing_strategy: str = field(
         default="auto",
         metadata={
-            "help": f"How documents are put together: {', '.join(_STRATEGIES)} (TRL's bfd and bfd_split are understood).",
+            "help": f"How documents are put together: {', '.join(_STRATEGIES)} (TRL's bfd, bfd_split are understood).",
             "choices": [*_STRATEGIES, *_TRL_STRATEGIES, "wrapped"],
         },
     )
@@ -92,19 +92,16 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
     logging_nan_inf_filter: bool = field(
         default=False, metadata={"help": "Replace non-finite losses in the log. Off: they are shown as they are."}
     )
-    per_device_eval_batch_size: int = field(
-        default=1, metadata={"help": "Packed rows per evaluation forward pass."}
-    )
+    per_device_eval_batch_size: int = field(default=1, metadata={"help": "Packed rows per evaluation forward pass."})
 
     _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "chat_template_kwargs"]  # noqa: RUF012
 
     def __post_init__(self) -> None:
         """Check the settings and settle the shape of a micro-batch."""
         # TRL's own default is given under the old name, and transformers 5.23 warns about it at every start.
-        if self.activation_checkpointing is None:
-            self.activation_checkpointing = self.gradient_checkpointing
-        if self.activation_checkpointing_kwargs is None:
-            self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
+        for new in ("activation_checkpointing", "activation_checkpointing_kwargs"):
+            if getattr(self, new) is None:
+                setattr(self, new, getattr(self, new.replace("activation", "gradient")))
         super().__post_init__()
         self._check_choices()
         if self.packing:
@@ -138,32 +135,39 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
                 evidence=("TRL would replace the collator, and the rows would have a new shape every step",),
                 mend="leave padding_free unset; packing=True is enough",
             )
+        settings: Any = self
         if self.tokens_per_batch is None:
-            if self.max_length is None:
+            if settings.max_length is None:
                 raise ConfigurationError(
                     "the length of a packed row is not set",
                     mend="set tokens_per_batch, for example tokens_per_batch=8192",
                 )
-            self.tokens_per_batch = self.max_length * self.per_device_train_batch_size
-        if self.tokens_per_batch < 2:
+            self.tokens_per_batch = int(settings.max_length * settings.per_device_train_batch_size)
+        if not isinstance(self.tokens_per_batch, int) or self.tokens_per_batch < 2:
             raise ConfigurationError(
                 f"tokens_per_batch={self.tokens_per_batch} leaves no token to predict",
                 mend="set tokens_per_batch to at least the longest document",
             )
-        if self.per_device_eval_batch_size != 1:
+        if self.per_device_eval_batch_size != 1 and self.eval_packing is not False:
             raise ConfigurationError(
                 f"per_device_eval_batch_size={self.per_device_eval_batch_size} with packing",
                 evidence=("a forward pass takes one row of tokens_per_batch slots; more rows would be a new shape",),
-                mend="per_device_eval_batch_size=1",
+                mend="per_device_eval_batch_size=1 (or eval_packing=False to evaluate on padded batches)",
             )
         if self.auto_find_batch_size:
             raise ConfigurationError(
                 "auto_find_batch_size cannot shrink a packed row",
                 mend="lower tokens_per_batch instead, or raise gradient_accumulation_steps",
             )
-        self.per_device_train_batch_size = 1
+        settings.per_device_train_batch_size = 1
         # TRL would cut every document at max_length (1,024 by default) without a word.
-        self.max_length = None
+        settings.max_length = None
+
+    @property
+    def row_slots(self) -> int:
+        """Slots of a packed row, settled."""
+        assert self.tokens_per_batch is not None, "set in __post_init__ when packing is on"
+        return self.tokens_per_batch
 
     @classmethod
     def from_sft_config(cls, args: SFTConfig) -> SpeedSFTConfig:

@@ -1,8 +1,8 @@
 """TRL's loss and metrics without its host reads: sums stay on the device and are reduced once per logging step.
 
-TRL 1.16 reads five scalars from the device and gathers four tensors over the ranks in every micro-batch, between forward
-and backward (sft_trainer.py:1640-1653). The loss here is the same number. Entropy and accuracy are weighted by target
-tokens, where TRL takes the mean of the micro-batches' means; with micro-batches of equal target counts both agree.
+TRL 1.16 reads five scalars from the device and gathers four tensors over the ranks in every micro-batch, between
+forward and backward (sft_trainer.py:1640-1653). The loss here is the same number. Entropy and accuracy are weighted by
+target tokens, where TRL takes the mean of the micro-batches' means; with equal target counts both agree.
 """
 
 from __future__ import annotations
@@ -28,13 +28,11 @@ class TokenSums(NamedTuple):
 class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
     """SFTTrainer whose per-step metrics add no synchronisation and no collective."""
 
-    _sums: dict[str, torch.Tensor | None]
-    _real_tokens: dict[str, int]
+    _sums: dict[str, torch.Tensor]
 
     def _reset_sums(self, mode: str) -> None:
         # Set on first use, not in __init__: TRL's constructor may already log.
-        self.__dict__.setdefault("_sums", {})[mode] = None
-        self.__dict__.setdefault("_real_tokens", {})[mode] = 0
+        self.__dict__.setdefault("_sums", {}).pop(mode, None)
 
     def compute_loss(
         self,
@@ -59,6 +57,7 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
         counts = inputs.pop("token_counts", None)
         if counts is not None:
             self.count_tokens(mode, counts)
+        real = _real_tokens(inputs, counts)
         if return_outputs or not self._is_plain_nll():
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         outputs = model(**{**inputs, "use_cache": False}, fused_lm_head=True)
@@ -69,14 +68,15 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             # The divisor counts every rank's targets, and the ranks' gradients are averaged, not summed.
             loss = loss * self.accelerator.num_processes
-        self._add_sums(mode, torch.stack((targets, outputs.entropy.sum(), outputs.is_top1.sum(), nll)))
+        self._add_sums(mode, torch.stack((targets, outputs.entropy.sum(), outputs.is_top1.sum(), nll)), real)
         return loss
 
     def count_tokens(self, mode: str, counts: TokenCounts) -> None:
-        """Take note of a micro-batch's tokens; host integers, so this costs nothing."""
-        if not hasattr(self, "_real_tokens") or mode not in self._real_tokens:
-            self._reset_sums(mode)
-        self._real_tokens[mode] += counts.slots if counts.real is None else counts.real
+        """Take note of a micro-batch's tokens, host integers; for subclasses."""
+
+    def restore_token_total(self, tokens: TokenCounts | None) -> None:
+        """Let `num_tokens` go on where the resumed run stopped (TRL 1.16 starts it at 0 again)."""
+        self._total_train_tokens = 0 if tokens is None or tokens.real is None else tokens.real
 
     def _is_plain_nll(self) -> bool:
         parallel = self.accelerator.parallelism_config
@@ -88,21 +88,20 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
             and (parallel is None or parallel.total_size == parallel.data_parallel_size)
         )
 
-    def _add_sums(self, mode: str, sums: torch.Tensor) -> None:
-        if not hasattr(self, "_sums") or mode not in self._sums:
-            self._reset_sums(mode)
-        total = self._sums[mode]
-        sums = sums.detach().to(torch.float64)
-        self._sums[mode] = sums if total is None else total + sums
+    def _add_sums(self, mode: str, sums: torch.Tensor, real: torch.Tensor | int) -> None:
+        row = torch.zeros(len(TokenSums._fields), dtype=torch.float64, device=sums.device)
+        row[:-1] = sums.detach()
+        row[-1] += real
+        sums_by_mode = self.__dict__.setdefault("_sums", {})
+        sums_by_mode[mode] = sums_by_mode[mode] + row if mode in sums_by_mode else row
 
     def _reduced_sums(self, mode: str) -> TokenSums | None:
         """The window's sums over all ranks; every rank must call it. One collective and one host read."""
         sums = getattr(self, "_sums", {}).get(mode)
         if sums is None:
             return None
-        real = torch.tensor([self._real_tokens[mode]], dtype=torch.float64, device=sums.device)
         # The host read of a logging step: it happens where Trainer reads its loss anyway.
-        return TokenSums(*self.accelerator.reduce(torch.cat((sums, real)), "sum").tolist())
+        return TokenSums(*self.accelerator.reduce(sums, "sum").tolist())
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's log with the window's sums filled in; must be called on every rank."""
@@ -135,3 +134,11 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
         if sums is not None and sums.targets > 0 and f"{prefix}_loss" in output.metrics:
             output.metrics[f"{prefix}_loss"] = sums.nll / sums.targets
         return output
+
+
+def _real_tokens(inputs: dict[str, Any], counts: TokenCounts | None) -> torch.Tensor | int:
+    """Tokens that are no padding: the collator's count, else the mask's sum (left on the device), else all slots."""
+    if counts is not None:
+        return counts.slots if counts.real is None else counts.real
+    mask = inputs.get("attention_mask")
+    return int(inputs["input_ids"].numel()) if mask is None else mask.sum()

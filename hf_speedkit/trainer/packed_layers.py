@@ -18,9 +18,7 @@ _MASKED = ("sdpa", "eager")
 
 
 @contextmanager
-def packed_layers(
-    model: torch.nn.Module, *, device: torch.device, references: bool, attention: str
-) -> Iterator[tuple[str, ...]]:
+def packed_layers(model: Any, *, device: torch.device, references: bool, attention: str) -> Iterator[tuple[str, ...]]:
     """Make a model's layers ready for packed rows for the time of the context.
 
     Args:
@@ -37,7 +35,9 @@ def packed_layers(
     with ExitStack() as stack:
         changed: list[str] = []
         if references:
-            changed += [f"{name}: hf_speedkit reference" for name in stack.enter_context(bind_references(model)).functions]
+            changed += [
+                f"{name}: hf_speedkit reference" for name in stack.enter_context(bind_references(model)).functions
+            ]
         if attention == "auto" and _use_varlen_attention(model, device):
             before = model.config._attn_implementation
             model.set_attn_implementation(register())
@@ -49,7 +49,7 @@ def packed_layers(
 
 
 @contextmanager
-def padded_attention(model: torch.nn.Module) -> Iterator[None]:
+def padded_attention(model: Any) -> Iterator[None]:
     """Give padded batches an attention that reads masks, inside `packed_layers`."""
     before = model.config._attn_implementation
     if before != register():

@@ -11,6 +11,7 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, TrainerCallback
+from transformers.trainer_callback import ProgressCallback
 from trl import SFTConfig
 
 from hf_speedkit.core.errors import ConfigurationError, DatasetError
@@ -27,6 +28,7 @@ from hf_speedkit.trainer.inputs import check_dataset, with_template_kwargs
 from hf_speedkit.trainer.loss import DeviceMetrics
 from hf_speedkit.trainer.output import STEP_LOG_NAME, existing_run, refuse_existing_run
 from hf_speedkit.trainer.packed_layers import packed_layers, padded_attention
+from hf_speedkit.trainer.progress import CompactProgress
 from hf_speedkit.trainer.sinks import JsonlSink
 from hf_speedkit.trainer.startup import StartupProof
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback
@@ -38,8 +40,8 @@ class SpeedSFTTrainer(DeviceMetrics):
     """SFTTrainer with packing, proof and metrics on by default; same signature.
 
     TRL tokenizes and masks. Then documents are checked and counted, planned into rows of `tokens_per_batch` slots anew
-    every epoch, collated as one row [1, tokens_per_batch] a micro-batch, and before step 1 the kernels are inspected and
-    documents are shown not to see one another. Every logging step carries tokens per second through `Trainer.log`.
+    every epoch, collated as one row [1, tokens_per_batch] a micro-batch, and before step 1 the kernels are inspected
+    and documents are shown not to see one another. Every log carries tokens per second, through `Trainer.log`.
 
     Args:
         model: as for SFTTrainer.
@@ -102,10 +104,13 @@ class SpeedSFTTrainer(DeviceMetrics):
         if self.packing_active:
             refuse_leaking_family(self.model.config.get_text_config().model_type)
             self._refuse_split_rows()
+            self._padding_collator = self.data_collator
             # TRL refuses a collator of one's own beside packing, so it takes its place afterwards.
-            self.data_collator = PackedCollator(self._tokenizer.pad_token_id, args.tokens_per_batch)
+            self.data_collator = PackedCollator(self._tokenizer.pad_token_id, args.row_slots)
         self.startup = StartupProof(self)
         self.throughput = self._throughput_callback() if args.throughput else None
+        if self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(CompactProgress())
         attach(self, *(callback for callback in (self.startup, self.throughput) if callback is not None))
 
     # ---- data -------------------------------------------------------------------------------------------------------
@@ -118,9 +123,7 @@ class SpeedSFTTrainer(DeviceMetrics):
             return super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, name)
         dataset = with_template_kwargs(dataset, args)
         dataset = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, name)
-        dataset, report = prepare_documents(
-            dataset, tokens_per_batch=args.tokens_per_batch, overlong=args.overlong
-        )
+        dataset, report = prepare_documents(dataset, tokens_per_batch=args.row_slots, overlong=args.overlong)
         self._reports[name] = report
         logger.info("%s documents: %s", name, report.sentence())
         return dataset
@@ -137,14 +140,24 @@ class SpeedSFTTrainer(DeviceMetrics):
             return super()._get_eval_sampler(eval_dataset)
         return self._packed_sampler(eval_dataset, train=False)
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Trainer's loader, with TRL's padding collator where evaluation is not packed but training is."""
+        if not self.packing_active or self._eval_is_packed():
+            return super().get_eval_dataloader(eval_dataset)
+        packed, self.data_collator = self.data_collator, self._padding_collator
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self.data_collator = packed
+
     def _eval_is_packed(self) -> bool:
         return self.packing_active if self.args.eval_packing is None else bool(self.args.eval_packing)
 
     def _packed_sampler(self, dataset: Dataset, *, train: bool) -> PackedBatchSampler:
         args = self.args
         return PackedBatchSampler(
-            document_lengths(dataset),
-            tokens_per_batch=args.tokens_per_batch,
+            document_lengths(dataset).tolist(),
+            tokens_per_batch=args.row_slots,
             epochs=self._epochs(dataset) if train else 1,
             world_size=args.world_size,
             rank=args.process_index,
@@ -157,11 +170,11 @@ class SpeedSFTTrainer(DeviceMetrics):
     def _epochs(self, dataset: Dataset) -> int:
         """Epochs the run will see; the sampler must know them, for it keeps their length equal."""
         if self.args.max_steps <= 0:
-            return max(1, math.ceil(self.args.num_train_epochs))
-        slots = self.args.tokens_per_batch * self.args.world_size * self.args.gradient_accumulation_steps
+            return max(1, math.ceil(float(self.args.num_train_epochs)))
+        slots: int = self.args.row_slots * self.args.world_size * self.args.gradient_accumulation_steps
         # No epoch is shorter than its tokens' share of the step's slots.
         steps_per_epoch = max(1, math.ceil(int(document_lengths(dataset).sum()) / slots))
-        return max(1, math.ceil(self.args.max_steps / steps_per_epoch))
+        return max(1, math.ceil(int(self.args.max_steps) / steps_per_epoch))
 
     def set_sampler_epoch(self, global_step: int) -> None:
         """Set the sampler's epoch from the number of optimizer steps taken."""
@@ -171,15 +184,13 @@ class SpeedSFTTrainer(DeviceMetrics):
     def collate_probe_batch(self) -> dict[str, Any]:
         """A real packed row of at least two documents on this rank's device, without touching the loader's state."""
         assert self._train_sampler is not None
-        slots = self.args.tokens_per_batch
+        slots = self.args.row_slots
         packs = self._train_sampler.plan(0).packs
         pack = next((p for p in packs if len(p) >= 3), None)
         indices = list(pack) if pack is not None else list(range(min(3, len(self.train_dataset))))
         # Documents of half a row and more never share one: cut three of them, for the probe only.
         limit = slots if pack is not None else slots // 3
-        rows = [
-            {key: self.train_dataset[index][key][:limit] for key in ("input_ids", "labels")} for index in indices
-        ]
+        rows = [{key: self.train_dataset[index][key][:limit] for key in ("input_ids", "labels")} for index in indices]
         if len(rows) == 1:  # a data set of one document: the probe needs a neighbour
             rows = [{key: value[: slots // 3] for key, value in rows[0].items()}] * 3
         batch: dict[str, Any] = self._prepare_inputs(self.data_collator(rows))
@@ -233,6 +244,7 @@ class SpeedSFTTrainer(DeviceMetrics):
             kernels=self.startup.kernels,
             isolation=self.startup.isolation,
             changed_layers=self._changed_layers,
+            startup_s=dict(self.startup.seconds),
             output_dir=self.args.output_dir,
             step_log=STEP_LOG_NAME if self.throughput is not None and self.args.step_log else None,
             report_to=tuple(self.args.report_to),
@@ -241,7 +253,7 @@ class SpeedSFTTrainer(DeviceMetrics):
     def _packing_summary(self) -> PackingSummary | None:
         if self._train_sampler is None:
             return None
-        lengths, slots = self._train_sampler.lengths, self.args.tokens_per_batch
+        lengths, slots = self._train_sampler.lengths, self.args.row_slots
         return packing_summary(self._train_sampler.plan(0), count_padded_batches(lengths, slots))
 
     @contextmanager
@@ -310,5 +322,3 @@ def _check_packing_request(args: SpeedSFTConfig, data_collator: Any, train_datas
         )
     if not isinstance(model, str):
         refuse_leaking_family(model.config.get_text_config().model_type)
-
-

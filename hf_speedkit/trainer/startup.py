@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -13,6 +16,7 @@ from hf_speedkit.packing.boundaries import check_packed_batch
 from hf_speedkit.packing.isolation import assert_isolation
 from hf_speedkit.trainer.agreement import agree
 from hf_speedkit.trainer.kernel_callback import activation_dtype
+from hf_speedkit.trainer.saved_totals import load_totals
 
 if TYPE_CHECKING:
     from hf_speedkit.trainer.sft import SpeedSFTTrainer
@@ -31,22 +35,22 @@ class StartupProof(TrainerCallback):  # type: ignore[misc]
         self._trainer = trainer
         self.kernels: tuple[KernelCheck, ...] = ()
         self.isolation: IsolationReport | None = None
+        self.seconds: dict[str, float] = {}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Prove, or stop all ranks with one message."""
-        self.kernels = agree(self._kernels)
+        self._trainer.restore_token_total(load_totals(state))
+        with self._timed("kernels"):
+            self.kernels = agree(self._kernels)
         if not self._trainer.packing_active:
             return
         batch = agree(self._batch)
         if self._trainer.args.isolation_check:
-            self.isolation = agree(lambda: assert_isolation(self._trainer.model_wrapped, batch))
+            with self._timed("isolation"):
+                self.isolation = agree(lambda: assert_isolation(self._trainer.model_wrapped, batch))
             logger.info("isolation proven on %d packed documents", self.isolation.documents)
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Tell the sampler its epoch.
 
         transformers 5.23 forwards set_epoch through one wrapper only (trainer.py:1851-1858); after a resume there are
@@ -54,12 +58,18 @@ class StartupProof(TrainerCallback):  # type: ignore[misc]
         """
         self._trainer.set_sampler_epoch(state.global_step)
 
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - began
+
     def _kernels(self) -> tuple[KernelCheck, ...]:
         trainer = self._trainer
-        mode = trainer.kernel_mode
+        mode: Any = trainer.kernel_mode
         if mode == "off":
             return ()
-        slots = trainer.args.tokens_per_batch if trainer.packing_active else None
+        slots = trainer.args.row_slots if trainer.packing_active else None
         if mode == "report":
             return check_kernels(trainer.model, tokens_per_batch=slots)
         return assert_kernels(
