@@ -1,0 +1,90 @@
+"""One rank of a two-process CPU run; started by test_two_process.py through torch.multiprocessing."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from support import tiny_hybrid, tiny_tokenizer, tokenized
+
+LENGTHS = [9, 4, 17, 2, 30, 8, 8, 21, 5, 13, 3, 28, 11, 6, 19, 2]
+
+
+def build(path, *, accumulation, sharded=False, leaky_rank=None, **changes):
+    from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
+
+    class Trainer(SpeedSFTTrainer):
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            if sharded:
+                shard_on_cpu(self)
+
+    model = tiny_hybrid()
+    if leaky_rank is not None and int(os.environ.get("RANK", "0")) == leaky_rank:
+        forget_boundaries(model)
+    values = {
+        "output_dir": str(path), "use_cpu": True, "bf16": False, "tokens_per_batch": 32, "disable_tqdm": True,
+        "activation_checkpointing": False, "save_strategy": "no", "logging_steps": 1, "num_train_epochs": 2,
+        "learning_rate": 1e-3, "report_to": "none", "gradient_accumulation_steps": accumulation,
+    }  # fmt: skip
+    return Trainer(
+        model=model,
+        args=SpeedSFTConfig(**{**values, **changes}),
+        train_dataset=tokenized(LENGTHS),
+        eval_dataset=tokenized([2, 2, 2, 30, 4, 25, 3], seed=7),
+        processing_class=tiny_tokenizer(),
+    )
+
+
+def shard_on_cpu(trainer):
+    """FSDP2 over gloo: accelerate 1.15 has no switch for it (state.py:986), so its private state is set."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    for state in (AcceleratorState._shared_state, PartialState._shared_state):
+        state["distributed_type"] = DistributedType.FSDP
+    AcceleratorState._shared_state["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Qwen3_5DecoderLayer"],
+        cpu_ram_efficient_loading=False,
+    )
+    trainer.is_fsdp_enabled = True
+
+
+def forget_boundaries(model):
+    original = model.model.forward
+
+    def dropping(*args, cu_seq_lens_q=None, cu_seq_lens_k=None, seq_idx=None, **kwargs):
+        return original(*args, **kwargs)
+
+    model.model.forward = dropping
+
+
+def rank_main(rank, port, path, options):
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port), OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true",
+    )  # fmt: skip
+    import torch
+
+    torch.set_num_threads(1)
+    said = {}
+    try:
+        trainer = build(path, accumulation=1, **options)
+        trainer.train()
+        said = {
+            "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+            "totals": {k: v for k, v in trainer.state.log_history[-2].items() if k.startswith("speed/total")},
+            "num_tokens": [e["num_tokens"] for e in trainer.state.log_history if "loss" in e][-1],
+            "isolation": trainer.startup.isolation.passed,
+            "operations": trainer.startup.isolation.operations,
+            "gradient_leak": trainer.startup.isolation.gradient_leak,
+            "sharded": any("DTensor" in type(p).__name__ or hasattr(p, "device_mesh") for p in trainer.model.parameters()),
+            "eval_loss": trainer.evaluate()["eval_loss"],
+        }
+    except Exception as error:
+        said = {"error": type(error).__name__, "message": str(error)}
+    Path(path, f"rank{rank}.json").write_text(json.dumps(said))
