@@ -99,7 +99,7 @@ class StepSummary:
         sync_wait_ns: time in blocking calls.
         data_wait_ns: time in the data loader, waits in it excluded.
         host_ns: duration without the two waits: what the host needs to issue the step.
-        devices: the step on each device.
+        devices: the step on each device that worked for it or during it.
     """
 
     label: str

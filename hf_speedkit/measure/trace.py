@@ -115,7 +115,7 @@ def _partial(stream: TraceStream, columns: Columns) -> tuple[str, ...]:
         reasons.append(f"{dropped:,} events could not be read or have impossible times, and are left out")
     own = stream.metadata.get("hf_speedkit")
     if isinstance(own, dict) and isinstance(own.get("partial"), str):
-        reasons.append(f"recorded as partial: {own['partial'][:200]}")
+        reasons.append(f"partial: {own['partial'][:200]}")
     return tuple(reasons)
 
 

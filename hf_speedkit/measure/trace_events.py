@@ -110,8 +110,11 @@ _BOUNDARY = re.compile(r"\}\s*,\s*\{")
 _ARRAY_END = re.compile(r"\}\s*(?P<end>\])\s*(?:,|\}|$)")
 _GAP = re.compile(r"[\s,]*")
 
-_NEARLY_ALL = 1 << 20
+_LONGEST_EVENT = 1 << 20
 """An event that does not decode counts as cut off, not as broken, while fewer characters than this follow it."""
+
+_WINDOW = 1 << 14
+"""Characters decoded from at a time. `json` counts the lines before every error, so each would cost the whole text."""
 
 _RECURSION_COST = 50_000
 """Characters charged for an event nested too deeply or with a number too long: such errors have no position."""
@@ -149,32 +152,41 @@ class SlowDecoder:
             final: no more text follows.
         """
         events: list[PlainEvent] = []
-        position = 0
+        base, position, window = 0, 0, text[:_WINDOW]
         while True:
-            position = _end_of_gap(text, position)
-            if position >= len(text):
-                return Decoded(events, position, False)
-            if text[position] == "]":
-                return Decoded(events, position + 1, True)
+            position = _end_of_gap(window, position)
+            if position >= len(window):
+                base += position
+                if base >= len(text):
+                    return Decoded(events, len(text), False)
+                position, window = 0, text[base : base + _WINDOW]
+                continue
+            if window[position] == "]":
+                return Decoded(events, base + position + 1, True)
             try:
-                value, position = self._decoder.raw_decode(text, position)
+                value, position = self._decoder.raw_decode(window, position)
             except (ValueError, RecursionError, InvalidOperation) as error:
-                if not final and len(text) - position < _NEARLY_ALL:
-                    return Decoded(events, position, False)
-                resumed = self._step_over(text, position, error, final)
+                base += position
+                cut_off = _may_be_cut_off(error, len(window))
+                if cut_off and base - position + len(window) < len(text):
+                    position, window = 0, text[base : base + 16 * len(window)]
+                    continue
+                if cut_off and not final and len(text) - base < _LONGEST_EVENT:
+                    return Decoded(events, base, False)
+                resumed = self._step_over(text, base, _scanned_in_vain(window, position, error), final)
                 if resumed is None:
                     return Decoded(events, len(text), False)
-                position = resumed
+                base, position, window = resumed, 0, text[resumed : resumed + _WINDOW]
                 continue
             if isinstance(value, dict):
                 events.append(PlainEvent(value))
             else:
                 self.dropped += 1
 
-    def _step_over(self, text: str, position: int, error: Exception, final: bool) -> int | None:
+    def _step_over(self, text: str, position: int, in_vain: int, final: bool) -> int | None:
         """Where the next event begins, or None when nothing more can be had."""
         self.dropped += 1
-        self.budget -= _scanned_in_vain(text, position, error)
+        self.budget -= in_vain
         if self.budget < 0:
             self.exhausted = True
             return None
@@ -186,11 +198,18 @@ class SlowDecoder:
         return None if closing is None else closing.start("end")
 
 
-def _scanned_in_vain(text: str, position: int, error: Exception) -> int:
+def _may_be_cut_off(error: Exception, length: int) -> bool:
+    """Whether more text could have mended it: it is wrong at the end only, or a string is open there."""
+    if not isinstance(error, json.JSONDecodeError):
+        return False
+    return error.pos >= length - 16 or error.msg.startswith("Unterminated string")
+
+
+def _scanned_in_vain(window: str, position: int, error: Exception) -> int:
     if not isinstance(error, json.JSONDecodeError):
         return _RECURSION_COST
     if error.msg.startswith("Unterminated string"):  # reported at its start, found out at the end of the text
-        return len(text) - position
+        return len(window) - position
     return error.pos - position + 1
 
 

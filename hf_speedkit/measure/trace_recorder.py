@@ -34,7 +34,7 @@ class StepRecorder:
     sync except the last one's: the profiler has to collect what the device did.
 
     Raises:
-        RuntimeError: from `start`, by torch, when another profiler is running.
+        RuntimeError: from `start`, when another profiler is running.
     """
 
     def __init__(self, *, steps: int, with_stack: bool = False) -> None:
@@ -59,6 +59,8 @@ class StepRecorder:
         """Begin the warm-up step."""
         from torch.profiler import profile, schedule
 
+        if _another_profiler_runs():
+            raise RuntimeError("another profiler is running, and only one can")
         plan = schedule(wait=0, warmup=1, active=self._steps, repeat=1)
         profiler = profile(schedule=plan, on_trace_ready=self._on_ready, with_stack=self._with_stack)
         profiler.start()
@@ -98,6 +100,17 @@ class StepRecorder:
 
     def _write_facts(self) -> None:
         self._profiler.add_metadata_json(METADATA_KEY, json.dumps(_known(self.facts), allow_nan=False))
+
+
+def _another_profiler_runs() -> bool:
+    """Whether a profiler records this thread. torch 2.13 lets a second one warm up, and then both lose their events.
+
+    Private to torch (`torch.autograd._profiler_enabled`, checked with 2.13); where it is gone, nothing is claimed.
+    """
+    import torch
+
+    enabled = getattr(torch.autograd, "_profiler_enabled", None)
+    return bool(enabled is not None and enabled())
 
 
 def _known(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -69,25 +68,25 @@ def step_summaries(
 
 
 def _devices_by_step(work: Work, steps: Steps, step_of_event: Ints) -> list[tuple[StepDevice, ...]]:
-    busy = [work.busy(work.device == index) for index in range(len(work.devices))]
-    in_window = [one.overlap(steps.start, steps.end) for one in busy]
-    own = [list(_busy_by_step(work, step_of_event, index, len(steps))) for index in range(len(work.devices))]
-    return [
-        tuple(
-            StepDevice(device=device, busy_ns=own[index][i], busy_in_window_ns=int(in_window[index][i]))
-            for index, device in enumerate(work.devices)
-        )
-        for i in range(len(steps))
-    ]
+    rows: list[list[StepDevice]] = [[] for _ in range(len(steps))]
+    for index, device in enumerate(work.devices):
+        in_window = work.busy(work.device == index).overlap(steps.start, steps.end)
+        own = _busy_by_step(work, step_of_event, index)
+        for i in {*own, *np.flatnonzero(in_window).tolist()}:
+            rows[i].append(StepDevice(device=device, busy_ns=own.get(i, 0), busy_in_window_ns=int(in_window[i])))
+    return list(map(tuple, rows))
 
 
-def _busy_by_step(work: Work, step_of_event: Ints, device: int, steps: int) -> Iterator[int]:
+def _busy_by_step(work: Work, step_of_event: Ints, device: int) -> dict[int, int]:
+    """Busy time on one device by the steps that launched work on it."""
     chosen = np.flatnonzero((work.device == device) & (step_of_event >= 0))
     chosen = chosen[np.argsort(step_of_event[chosen], kind="stable")]
-    borders = np.searchsorted(step_of_event[chosen], np.arange(steps + 1))
-    for i in range(steps):
-        mine = chosen[borders[i] : borders[i + 1]]
-        yield union(work.events.start[mine], work.events.end[mine]).total
+    present, first = np.unique(step_of_event[chosen], return_index=True)
+    parts = np.split(chosen, first[1:])
+    return {
+        step: union(work.events.start[mine], work.events.end[mine]).total
+        for step, mine in zip(present.tolist(), parts, strict=False)
+    }
 
 
 def _per_step(steps: Steps, times: Ints) -> Ints:
