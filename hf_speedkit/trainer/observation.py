@@ -64,8 +64,11 @@ def read(observations: Sequence[Observation]) -> list[CountedStep]:
     Waits for the device: call it at a logging step only, where the Trainer has just read the loss.
     """
     waiting = [value for observation in observations for value in _scalars(observation)]
-    # One stack and one host read for the whole window, whatever its length.
-    values = iter(torch.stack([value.to(torch.int64) for value in waiting]).tolist() if waiting else ())
+    if not waiting:
+        return [_finish(observation, iter(())) for observation in observations]
+    # One host read for the whole window, whatever its length. A model spread over devices counts on several of them.
+    device = waiting[0].device
+    values = iter(torch.stack([value.to(device=device, dtype=torch.int64) for value in waiting]).tolist())
     return [_finish(observation, values) for observation in observations]
 
 
