@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
+from typing import Protocol
 
 Packs = list[tuple[int, ...]]
 
@@ -102,11 +103,30 @@ def fifo_close(
     placed = 0
     while window.ranked:
         pack: list[int] = []
-        room = _fill_in_order(window, pack, tokens_per_batch)
-        _close(window, pack, room, placed)
+        room = fill_in_order(window, pack, tokens_per_batch)
+        close_row(window, pack, room, placed)
         placed += len(pack)
         packs.append(tuple(pack))
     return packs
+
+
+class Window(Protocol):
+    """What the two halves of fifo_close ask of the documents they choose from; see `_Window`."""
+
+    ranked: list[int]
+    shift: int
+    size: int
+    tokens: int
+    oldest: int
+
+    def take(self, key: int) -> int:
+        """Remove the document of `key`, let the next one in, and return its length."""
+
+    def document(self, key: int) -> int:
+        """The document of `key`, as it is named in a pack."""
+
+    def oldest_key(self) -> int:
+        """Key of the document that waits longest."""
 
 
 class _Window:
@@ -159,7 +179,7 @@ class _Window:
         return self.lengths[self.order[self.oldest]] << self.shift | self.oldest
 
 
-def _fill_in_order(window: _Window, pack: list[int], room: int) -> int:
+def fill_in_order(window: Window, pack: list[int], room: int) -> int:
     """Put the oldest documents into `pack`, at least one, and return the room left for closing it."""
     reserve = FIFO_RESERVE * window.tokens / len(window.ranked)
     while True:
@@ -172,7 +192,7 @@ def _fill_in_order(window: _Window, pack: list[int], room: int) -> int:
             return room
 
 
-def _close(window: _Window, pack: list[int], room: int, placed: int) -> None:
+def close_row(window: Window, pack: list[int], room: int, placed: int) -> None:
     """Add the tightest single or pair to `pack` until nothing in the window fits any more."""
     while True:
         fitting = bisect_right(window.ranked, ((room + 1) << window.shift) - 1)
