@@ -18,6 +18,7 @@ import yaml
 
 from hf_speedkit.core.errors import ConfigurationError, SpeedkitError
 from hf_speedkit.trainer.hardware import exit_with, require_hardware
+from hf_speedkit.trainer.machine import let_idle_threads_sleep, use_all_cores
 
 HERE = Path(__file__).resolve().parent
 TINY = "accelerate launch recipes/qwen27b_sft.py --config recipes/tiny_sft.yaml"
@@ -28,6 +29,7 @@ def main(argv: list[str]) -> None:
     config = config_file(argv)
     # Before any heavy import and any download: a machine that cannot run the job says so in seconds.
     require_hardware(settings(config, argv), command=TINY)
+    let_idle_threads_sleep()
     recipe, args, model_args = parse(config, argv)
 
     from datasets import load_dataset
@@ -35,7 +37,6 @@ def main(argv: list[str]) -> None:
     from trl import get_peft_config
 
     from hf_speedkit import SpeedSFTTrainer
-    from hf_speedkit.trainer.machine import use_all_cores
     from hf_speedkit.trainer.output import existing_run, refuse_existing_run
     from hf_speedkit.trainer.summary import print_summary
 

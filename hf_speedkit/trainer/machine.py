@@ -1,10 +1,22 @@
-"""Settings of the machine that a launcher leaves in a bad place."""
+"""Settings of the machine that a launcher leaves in a bad place. Light: torch is imported in the functions."""
 
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
-from transformers import TrainingArguments
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+
+def let_idle_threads_sleep() -> None:
+    """Make OpenMP threads sleep where they wait; call it before torch is imported.
+
+    By default they spin, so that two threads on two cores that others use as well run several times slower: 8 to 46 s
+    against 2 to 11 s for the same products beside two busy processes (benchmarks/NOTES.md). A setting that is already
+    there is kept.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def use_all_cores(args: TrainingArguments) -> int:

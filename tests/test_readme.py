@@ -1,0 +1,112 @@
+"""Every command and every snippet of the README runs."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import tiny_hybrid, tiny_llama, tiny_tokenizer, tokenized
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FENCES = re.findall(r"^```(\w*)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+COMMANDS = [line.split("  #")[0].strip() for kind, body in FENCES if kind == "" for line in body.splitlines() if line]
+SNIPPETS = [body for kind, body in FENCES if kind == "python"]
+BIN = Path(sys.executable).parent
+
+
+def run(command, **changes):
+    env = {**os.environ, "TQDM_DISABLE": "1", "PATH": f"{BIN}:{os.environ['PATH']}", **changes}
+    return subprocess.run(command, shell=True, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+
+
+def make_demo(tmp_path):
+    # The environment is there already (-o); as long a run as shows every part of the table.
+    arguments = f"--max_steps 6 --conversations 30 --output_dir {tmp_path}/run"
+    done = run(f'make -o install-demo demo VENV="{sys.prefix}" DEMO_ARGS="{arguments}"')
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "what happened" in done.stdout
+    assert "proven on" in done.stdout
+
+
+def make_test(tmp_path):
+    # Not inside itself: what it would run.
+    planned = run("make -n -o install-dev test").stdout
+    for part in ("ruff check", "ruff format --check", "lint-imports", "mypy", "-m pytest"):
+        assert part in planned
+
+
+def launch_the_real_job(tmp_path):
+    done = run("accelerate launch recipes/qwen27b_sft.py", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1
+    assert "recipes/tiny_sft.yaml" in done.stderr.rstrip().splitlines()[-1]
+
+
+def install(tmp_path):
+    done = run(f'"{sys.executable}" -m pip install --dry-run --no-deps --no-build-isolation .')
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "hf-speedkit" in done.stdout + done.stderr
+
+
+def install_kernels(tmp_path):
+    import tomllib
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {re.split(r"[<>=]", need)[0] for need in extras["kernels"]} == {"flash-linear-attention", "causal-conv1d"}
+
+
+RUNS = {
+    "make demo": make_demo,
+    "make test": make_test,
+    "accelerate launch recipes/qwen27b_sft.py": launch_the_real_job,
+    "pip install .": install,
+    'pip install ".[kernels]"': install_kernels,  # needs nvcc and a GPU: that it names what it should
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_of_the_readme_runs(tmp_path, command):
+    assert command in RUNS, f"the README has a new command without a test: {command}"
+    RUNS[command](tmp_path)
+
+
+def test_the_three_lines_work_on_a_plain_trainer(tmp_path):
+    from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
+
+    trainer = Trainer(
+        model=tiny_llama(),
+        args=TrainingArguments(
+            output_dir=str(tmp_path), use_cpu=True, max_steps=2, logging_steps=1, disable_tqdm=True, report_to="none",
+            save_strategy="no",
+        ),
+        train_dataset=tokenized([5, 9, 7, 4] * 8),
+        data_collator=DataCollatorForSeq2Seq(tiny_tokenizer()),
+    )  # fmt: skip
+    exec(SNIPPETS[0], {"trainer": trainer})
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert logged[-1]["speed/real_tokens_per_second"] < logged[-1]["speed/slots_per_second"]
+
+
+def test_the_two_names_work_in_place_of_trls(tmp_path, monkeypatch):
+    import hf_speedkit
+
+    class OnThisMachine(hf_speedkit.SpeedSFTConfig):
+        """The README's settings with those that a CPU needs."""
+
+        def __init__(self, **settings):
+            needed = {"use_cpu": True, "bf16": False, "max_steps": 1, "save_strategy": "no", "disable_tqdm": True}
+            super().__init__(**{**settings, **needed, "report_to": "none", "output_dir": str(tmp_path)})
+
+    monkeypatch.setattr(hf_speedkit, "SpeedSFTConfig", OnThisMachine)
+    names = {"model": tiny_hybrid(), "dataset": tokenized([30] * 300), "tokenizer": tiny_tokenizer()}
+    exec(SNIPPETS[1], names)
+    assert names["trainer"].summary().isolation.passed
+
+
+def test_the_table_in_the_readme_is_one_that_the_demo_prints():
+    shown = next(body for kind, body in FENCES if kind == "text")
+    for line in ("packing efficiency", "2-D padding", "real tokens / s", "step time", "isolation", "kernels FALLBACK"):
+        assert line in shown
+    assert "@@" not in shown
