@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 CONSTRAINTS = .ci/constraints.txt
 RUN = env -u PYTHONPATH
+# More settings for `make demo`, for example DEMO_ARGS="--max_steps 10".
+DEMO_ARGS ?=
 
 .PHONY: help demo test lint unit gpu-test clean install-demo install-dev
 
@@ -18,7 +20,7 @@ install-dev:
 
 demo: install-demo ## Install, fine-tune a tiny Qwen3.5 on real conversations, print what happened (minutes, no GPU)
 	@rm -rf runs/tiny_sft
-	$(RUN) $(BIN)/accelerate launch recipes/qwen27b_sft.py --config recipes/tiny_sft.yaml
+	$(RUN) $(BIN)/accelerate launch recipes/qwen27b_sft.py --config recipes/tiny_sft.yaml $(DEMO_ARGS)
 
 test: install-dev lint unit ## Everything CI runs: style, types, room contracts, every CPU test
 

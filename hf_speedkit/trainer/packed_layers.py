@@ -35,9 +35,10 @@ def packed_layers(model: Any, *, device: torch.device, references: bool, attenti
     with ExitStack() as stack:
         changed: list[str] = []
         if references:
-            changed += [
-                f"{name}: hf_speedkit reference" for name in stack.enter_context(bind_references(model)).functions
-            ]
+            bound = stack.enter_context(bind_references(model)).functions
+            if bound:
+                names = ", ".join(sorted({name.rpartition(".")[2] for name in bound}))
+                changed.append(f"{names}: transformers' fallback -> hf_speedkit reference")
         if attention == "auto" and _use_varlen_attention(model, device):
             before = model.config._attn_implementation
             model.set_attn_implementation(register())

@@ -145,7 +145,7 @@ def _isolation_rows(summary: RunSummary) -> Iterator[Row]:
         yield "", f"one by one: {', '.join(report.operations)}"
     if summary.startup_s:
         spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in summary.startup_s.items())
-        yield "proofs took", f"{spent} (kernels that were compiled for them are ready for step 1)"
+        yield "proofs took", spent
     for line in summary.changed_layers:
         yield "put in place", line
 
