@@ -121,10 +121,10 @@ class PackedStream(IterableDataset):  # type: ignore[type-arg]
         """Choose the pass over the data that the next `iter()` makes, counted from where a loaded state stands."""
         self.epoch = self._first_epoch + epoch
 
-    def load_state(self, state: StreamState) -> None:
-        """Go on behind the row that `state` came with."""
-        self._start, self._first_epoch = state, state.epoch
-        self.epoch = state.epoch
+    def load_state(self, state: StreamState | None) -> None:
+        """Go on behind the row that `state` came with; None begins anew."""
+        self._start = state
+        self.epoch = self._first_epoch = 0 if state is None else state.epoch
 
     def first_documents(self, count: int) -> list[dict[str, Any]]:
         """The first documents of the data; the position of the stream does not change."""

@@ -22,21 +22,22 @@ from hf_speedkit.packing.documents import document_lengths, prepare_documents
 from hf_speedkit.packing.families import refuse_leaking_family
 from hf_speedkit.packing.planner import count_padded_batches
 from hf_speedkit.packing.sampler import PackedBatchSampler
+from hf_speedkit.packing.stream import PackedStream, StreamCollator, share_of_rank
 from hf_speedkit.trainer.attach import attach
 from hf_speedkit.trainer.config import SpeedSFTConfig
 from hf_speedkit.trainer.inputs import check_dataset, with_template_kwargs
-from hf_speedkit.trainer.loss import DeviceMetrics
 from hf_speedkit.trainer.output import STEP_LOG_NAME, existing_run, refuse_existing_run
 from hf_speedkit.trainer.packed_layers import packed_layers, padded_attention
 from hf_speedkit.trainer.progress import CompactProgress
 from hf_speedkit.trainer.sinks import JsonlSink
 from hf_speedkit.trainer.startup import StartupProof
+from hf_speedkit.trainer.streaming import StreamCheckpoint, StreamedBatches, check_stream_settings
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback
 
 logger = logging.getLogger(__name__)
 
 
-class SpeedSFTTrainer(DeviceMetrics):
+class SpeedSFTTrainer(StreamedBatches):
     """SFTTrainer with packing, proof and metrics on by default; same signature.
 
     TRL tokenizes and masks. Then documents are checked and counted, planned into rows of `tokens_per_batch` slots anew
@@ -83,7 +84,7 @@ class SpeedSFTTrainer(DeviceMetrics):
         for name, dataset in _named(train_dataset, eval_dataset):
             check_dataset(dataset, text_field=args.dataset_text_field, formatting_func=formatting_func, name=name)
         if self.packing_active:
-            _check_packing_request(args, data_collator, train_dataset, model)
+            _check_packing_request(args, data_collator, train_dataset, eval_dataset, model)
         super().__init__(
             model=model,
             args=args,
@@ -106,11 +107,13 @@ class SpeedSFTTrainer(DeviceMetrics):
             self._refuse_split_rows()
             self._padding_collator = self.data_collator
             # TRL refuses a collator of one's own beside packing, so it takes its place afterwards.
-            self.data_collator = PackedCollator(self._tokenizer.pad_token_id, args.row_slots)
+            self.data_collator = StreamCollator(PackedCollator(self._tokenizer.pad_token_id, args.row_slots))
         self.startup = StartupProof(self)
         self.throughput = self._throughput_callback() if args.throughput else None
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(CompactProgress())
+        if self.stream is not None:
+            self.add_callback(StreamCheckpoint(self))
         attach(self, *(callback for callback in (self.startup, self.throughput) if callback is not None))
 
     # ---- data -------------------------------------------------------------------------------------------------------
@@ -121,8 +124,13 @@ class SpeedSFTTrainer(DeviceMetrics):
         """TRL's tokenization and masks; its packing is replaced by ours."""
         if not packing:
             return super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, name)
+        streaming = isinstance(dataset, IterableDataset)
+        if streaming:
+            dataset = share_of_rank(dataset, rank=args.process_index, world_size=args.world_size)
         dataset = with_template_kwargs(dataset, args)
         dataset = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, name)
+        if streaming:
+            return PackedStream(dataset, tokens_per_batch=args.row_slots, overlong=args.overlong)
         dataset, report = prepare_documents(dataset, tokens_per_batch=args.row_slots, overlong=args.overlong)
         self._reports[name] = report
         logger.info("%s documents: %s", name, report.sentence())
@@ -183,16 +191,22 @@ class SpeedSFTTrainer(DeviceMetrics):
 
     def collate_probe_batch(self) -> dict[str, Any]:
         """A real packed row of at least two documents on this rank's device, without touching the loader's state."""
-        assert self._train_sampler is not None
         slots = self.args.row_slots
+        if self.stream is not None:
+            return self._probe_batch(self.first_streamed(self.stream, slots // 3))
+        assert self._train_sampler is not None
         packs = self._train_sampler.plan(0).packs
         pack = next((p for p in packs if len(p) >= 3), None)
         indices = list(pack) if pack is not None else list(range(min(3, len(self.train_dataset))))
         # Documents of half a row and more never share one: cut three of them, for the probe only.
         limit = slots if pack is not None else slots // 3
-        rows = [{key: self.train_dataset[index][key][:limit] for key in ("input_ids", "labels")} for index in indices]
+        return self._probe_batch(
+            [{key: self.train_dataset[index][key][:limit] for key in ("input_ids", "labels")} for index in indices]
+        )
+
+    def _probe_batch(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         if len(rows) == 1:  # a data set of one document: the probe needs a neighbour
-            rows = [{key: value[: slots // 3] for key, value in rows[0].items()}] * 3
+            rows = [{key: value[: self.args.row_slots // 3] for key, value in rows[0].items()}] * 3
         batch: dict[str, Any] = self._prepare_inputs(self.data_collator(rows))
         return batch
 
@@ -222,8 +236,14 @@ class SpeedSFTTrainer(DeviceMetrics):
         if not resume_from_checkpoint:
             refuse_existing_run(self.args.output_dir, self._existing_run)
         self._existing_run = None  # from here on what lies there is ours
+        self.resume_stream(resume_from_checkpoint)
         with self._packed_layers():
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+            output = super().train(resume_from_checkpoint, *args, **kwargs)
+        report = self.stream_report()
+        if report is not None:
+            self._reports["train"] = report
+            logger.info("train documents: %s", report.sentence())
+        return output
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluation with the same layers as training; see `DeviceMetrics.evaluation_loop`."""
@@ -304,16 +324,20 @@ def _named(train_dataset: Any, eval_dataset: Any) -> list[tuple[str, Any]]:
     return [*named, ("eval", eval_dataset)] if eval_dataset is not None else named
 
 
-def _check_packing_request(args: SpeedSFTConfig, data_collator: Any, train_dataset: Any, model: Any) -> None:
+def _check_packing_request(
+    args: SpeedSFTConfig, data_collator: Any, train_dataset: Any, eval_dataset: Any, model: Any
+) -> None:
     if data_collator is not None:
         raise ConfigurationError(
             "a data_collator of your own cannot be used with packing: it would replace the packed rows",
             mend="leave data_collator out, or set packing=False",
         )
     if isinstance(train_dataset, IterableDataset):
+        check_stream_settings(args)
+    if args.eval_packing is not False and any(isinstance(d, IterableDataset) for _, d in _named(None, eval_dataset)):
         raise DatasetError(
-            "packing plans rows from the lengths of all documents, and a streaming dataset has none",
-            mend="load the dataset without streaming=True, or set packing=False",
+            "packed evaluation plans its rows for all ranks at once, and a streaming dataset has no lengths",
+            mend="take a part of it: Dataset.from_list(list(stream.take(1000))), or set eval_packing=False",
         )
     if (args.activation_checkpointing_kwargs or {}).get("use_reentrant"):
         raise ConfigurationError(

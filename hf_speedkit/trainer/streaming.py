@@ -1,0 +1,179 @@
+"""Training on a packed stream: ranks in step without a plan, and checkpoints that know where the data stood."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.data_loader import IterableDatasetShard
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from hf_speedkit.core.document_records import DocumentReport
+from hf_speedkit.core.errors import ConfigurationError, DatasetError
+from hf_speedkit.packing.stream import PackedStream, StreamState
+from hf_speedkit.packing.stream_documents import COUNT_FIELDS
+from hf_speedkit.trainer.agreement import agree
+from hf_speedkit.trainer.loss import DeviceMetrics
+
+
+class StreamedBatches(DeviceMetrics):
+    """SFTTrainer that can train on a `PackedStream`; anything else is the parent's."""
+
+    _stream_state: StreamState | None = None
+    _spent_iterator: Iterator[Any] | None = None
+
+    @property
+    def stream(self) -> PackedStream | None:
+        """The training data, where it is a packed stream."""
+        return self.train_dataset if isinstance(self.train_dataset, PackedStream) else None
+
+    def get_train_dataloader(self) -> Any:
+        """Trainer's loader; a stream is this rank's share already and must not be split once more."""
+        loader = super().get_train_dataloader()
+        shard = getattr(loader, "dataset", None)
+        if self.stream is not None and isinstance(shard, IterableDatasetShard):
+            # What transformers 5.23 does to accelerate's wrapper of a rank-aware batch sampler (trainer.py:1056).
+            shard.num_processes, shard.process_index = 1, 0
+        return loader
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """One optimizer step's micro-batches; none once the stream has no documents left on any rank.
+
+        A stream never ends by itself (its ranks would end at different steps), so the end of a pass is seen here: where
+        a whole step holds no target on any rank. Their number over all ranks is known anyway, since the loss is divided
+        by it. Only a rank whose own step is empty reads it, so no rank with work waits for its device.
+        """
+        if self.stream is None:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self._spent_iterator is epoch_iterator:
+            return [], None
+        batches, targets = super().get_batch_samples(epoch_iterator, num_batches, device)
+        states = [batch.pop("stream_state") for batch in batches]
+        if not any(batch["token_counts"].target for batch in batches) and not int(targets):
+            self._spent_iterator = epoch_iterator
+            self.control.should_epoch_stop = True
+            return [], None
+        self._stream_state = states[-1]
+        return batches, targets
+
+    @staticmethod
+    def first_streamed(stream: PackedStream, limit: int) -> list[dict[str, Any]]:
+        """Give the first three documents cut to `limit` tokens, for the isolation probe.
+
+        Raises:
+            DatasetError: this rank's share of the stream holds no document to train on.
+        """
+        rows = [{key: value[:limit] for key, value in row.items()} for row in stream.first_documents(3)]
+        if not rows:
+            raise DatasetError(
+                "there is no document with targets in this rank's share of the stream",
+                mend="check the stream and its filters; each rank needs at least one document",
+            )
+        return rows
+
+    def stream_report(self) -> DocumentReport | None:
+        """What all ranks have read of the stream so far; every rank must call it."""
+        state = self._stream_state
+        if self.stream is None or state is None:
+            return None
+        own = torch.tensor([getattr(state.report, name) for name in COUNT_FIELDS], device=self.args.device)
+        sums = self.accelerator.reduce(own, "sum").tolist()  # once, after training
+        shape = {"tokens_per_batch": state.report.tokens_per_batch, "overlong": state.report.overlong}
+        return DocumentReport(**shape, **dict(zip(COUNT_FIELDS, sums, strict=True)))
+
+    def save_stream_state(self, checkpoint: Path) -> None:
+        """Write where this rank's stream stands behind the last step."""
+        if self._stream_state is None:
+            return
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        saved = {"world_size": self.args.world_size, "state": self._stream_state.to_dict()}
+        (checkpoint / _state_name(self.args.process_index)).write_text(json.dumps(saved), encoding="utf-8")
+
+    def resume_stream(self, resume_from_checkpoint: str | bool | None) -> None:
+        """Put the stream where a checkpoint left it. The Trainer skips nothing then: `ignore_data_skip` is set.
+
+        Raises:
+            ConfigurationError: on all ranks, where the checkpoint does not say where each rank's stream stood.
+        """
+        stream = self.stream
+        if stream is None:
+            return
+        from_the_start = self.__dict__.setdefault("_from_the_start", self.args.ignore_data_skip)
+        # Trainer would read and collate every row of the run again, and count epochs by max_steps.
+        self.args.ignore_data_skip = True
+        checkpoint = resume_from_checkpoint
+        if checkpoint is True:
+            checkpoint = get_last_checkpoint(self.args.output_dir)
+        state = None
+        if checkpoint and not from_the_start:
+            state = agree(lambda: self._read_stream_state(Path(str(checkpoint))))
+        self._stream_state = state
+        stream.load_state(state)
+
+    def _read_stream_state(self, checkpoint: Path) -> StreamState:
+        path = checkpoint / _state_name(self.args.process_index)
+        if not path.is_file():
+            raise ConfigurationError(
+                f"{checkpoint} does not say where the stream of rank {self.args.process_index} stood",
+                evidence=(f"there is no {path.name}; a packed stream resumes with as many ranks as saved it",),
+                mend="resume a checkpoint of a streaming run with the same number of ranks",
+                regardless="ignore_data_skip=True reads the stream from its beginning",
+            )
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        if saved["world_size"] != self.args.world_size:
+            raise ConfigurationError(
+                f"the stream was split over {saved['world_size']} ranks, now there are {self.args.world_size}",
+                mend=f"resume with {saved['world_size']} ranks",
+                regardless="ignore_data_skip=True reads the stream from its beginning",
+            )
+        return StreamState.from_dict(saved["state"])
+
+
+class StreamCheckpoint(TrainerCallback):  # type: ignore[misc]
+    """Writes every rank's stream state into each checkpoint.
+
+    Args:
+        trainer: whose stream it is.
+    """
+
+    def __init__(self, trainer: StreamedBatches) -> None:
+        self._trainer = trainer
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Add one small file to the checkpoint that was just written."""
+        self._trainer.save_stream_state(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+
+
+def check_stream_settings(args: Any) -> None:
+    """Refuse settings that a packed stream cannot be trained with.
+
+    Raises:
+        ConfigurationError: names the setting.
+    """
+    if args.max_steps <= 0:
+        raise ConfigurationError(
+            "a streaming dataset does not say how long it is, and max_steps is not set",
+            mend="set max_steps; the stream is read again from its start where it has fewer documents",
+        )
+    if args.dataloader_num_workers > 1 or args.dataloader_persistent_workers:
+        raise ConfigurationError(
+            f"a packed stream is made by one worker that lives for one pass, not by {args.dataloader_num_workers}",
+            evidence=("each worker would pack a part of its own, and a resumed run could not tell which came first",),
+            mend="dataloader_num_workers=1, dataloader_persistent_workers=False",
+        )
+    if args.world_size > 1 and not args.average_tokens_across_devices:
+        raise ConfigurationError(
+            "average_tokens_across_devices=False leaves a rank in the dark about the others' data",
+            evidence=("the end of a stream is seen by the number of target tokens over all ranks",),
+            mend="leave average_tokens_across_devices at its default, True",
+        )
+
+
+def _state_name(rank: int) -> str:
+    return f"speedkit_stream_rank{rank}.json"
