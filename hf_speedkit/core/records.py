@@ -72,6 +72,8 @@ class KernelCheck:
         evidence: what is bound (package and version, hub kernel, reference), as found.
         reason: why it is not FUSED (the real import error where there is one), or what a FUSED one still costs.
         fix: the exact command that mends it; None where nothing needs mending.
+        first_call_s: time of its first forward and backward in the probe, compilation and tuning included.
+        call_s: time of a later one, of the same sizes.
     """
 
     function: str
@@ -82,6 +84,8 @@ class KernelCheck:
     evidence: str
     reason: str | None = None
     fix: str | None = None
+    first_call_s: float | None = None
+    call_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
-"""Packed attention from `torch.nn.attention.varlen`: no mask, no package to install, cost by the sum of squared lengths.
+"""Packed attention from `torch.nn.attention.varlen`: no mask, no package to install, cost by the sum of squares.
 
-transformers gives sdpa a boolean [T, T] mask for a packed row: 64 MiB at 8,192 slots, 4 GiB at 65,536, and attention over
-T^2 instead of the sum of the documents' squares. torch's own variable-length attention takes the boundaries instead. It
-is registered through transformers' AttentionInterface under the name below; select it with
+transformers gives sdpa a boolean [T, T] mask for a packed row: 64 MiB at 8,192 slots, 4 GiB at 65,536, and attention
+over T^2 instead of the sum of the documents' squares. torch's own variable-length attention takes the boundaries
+instead. It is registered through transformers' AttentionInterface under the name below; select it with
 `attn_implementation="speedkit_varlen"` after `register()`, or let SpeedSFTTrainer choose it.
 
 On a device without that kernel (a CPU) each document goes through scaled_dot_product_attention on its own: the same
@@ -12,6 +12,7 @@ numbers, which is what the tests compare.
 from __future__ import annotations
 
 import inspect
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -155,7 +156,7 @@ def _by_kernel(
     scaling: float | None,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    """torch's kernel: [1, H, T, D] in, [T, H, D] out."""
+    """Torch's kernel: [1, H, T, D] in, [T, H, D] out."""
     from torch.nn.attention.varlen import varlen_attn
 
     slots = query.shape[2]
@@ -169,7 +170,7 @@ def _by_kernel(
     if queries.shape[1] != keys.shape[1] and "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True
     window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
-    output: torch.Tensor = varlen_attn(
+    output = varlen_attn(
         queries,
         keys,
         values,
@@ -181,6 +182,7 @@ def _by_kernel(
         window_size=window,
         **options,
     )
+    assert isinstance(output, torch.Tensor), "a pair comes only with return_aux"
     return output
 
 
@@ -198,7 +200,7 @@ def _by_document(
     """The same on a CPU, one document at a time: [1, H, T, D] in, [T, H, D] out."""
     edges = cu_seq_lens_q.tolist()  # host memory: no device to wait for
     outputs = []
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+    for start, stop in pairwise(edges):
         part = slice(start, stop)
         outputs.append(
             scaled_dot_product_attention(

@@ -59,6 +59,14 @@ class Binding:
         self._places = places
         self._held = True
 
+    @classmethod
+    def of(cls, places: tuple[tuple[dict[str, object], str, BoundReference], ...]) -> Binding:
+        """Put everything in its place and hold it."""
+        for namespace, name, reference in places:
+            reference.holders += 1
+            namespace[name] = reference
+        return cls(places)
+
     @property
     def functions(self) -> tuple[str, ...]:
         """Full names of the globals bound, e.g. `transformers.models.qwen3_5.modeling_qwen3_5.causal_conv1d_fn`."""
@@ -111,15 +119,12 @@ def bind_references(model: nn.Module) -> Binding:
             reference = None if key in places else _reference_for(function)
             if reference is not None:
                 places[key] = (layer.namespace, function.global_name, reference)
-    for namespace, name, reference in places.values():
-        reference.holders += 1
-        namespace[name] = reference
-    return Binding(tuple(places.values()))
+    return Binding.of(tuple(places.values()))
 
 
 def _reference_for(function: LiveFunction) -> BoundReference | None:
     """What belongs in the place of `function`: the reference already there, a new one, or None to leave it alone."""
-    if isinstance(function.called, BoundReference):
+    if function.binding is BoundTo.REFERENCE and isinstance(function.called, BoundReference):
         return function.called
     if function.binding is not BoundTo.TORCH or function.function not in _BOUNDARY_ARGUMENT:
         return None

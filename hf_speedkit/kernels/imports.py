@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from importlib import metadata, util
 
 from hf_speedkit.kernels.requirements import FUNCTIONS, INTERNAL_PATHS
@@ -54,7 +54,7 @@ print({_MARK!r} + json.dumps(results))
 """
 
 
-class ImportStatus(str, Enum):
+class ImportStatus(StrEnum):
     """What became of importing a function."""
 
     WORKS = "works"

@@ -9,11 +9,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.core.records import KernelCheck, KernelRequirement, KernelVerdict
+from hf_speedkit.kernels.compatibility import Stack
+from hf_speedkit.kernels.fla_convolution import CONVOLUTION, judge_stand_in
+from hf_speedkit.kernels.hub import is_hub_name, judge_hub_kernel
 from hf_speedkit.kernels.imports import ImportOutcome, import_outcomes, installed_version
+from hf_speedkit.kernels.known import with_known_combinations, without_what_ends_the_process
 from hf_speedkit.kernels.layout import BoundTo, LiveFunction, LiveLayer, live_layers
+from hf_speedkit.kernels.liger import liger_check
 from hf_speedkit.kernels.model_checks import attention_checks, experts_checks, judge_attention, model_config
 from hf_speedkit.kernels.refusal import refusal, warnings_in
 from hf_speedkit.kernels.requirements import FAMILIES, FUNCTIONS, family_of, training_requirements
+from hf_speedkit.kernels.stack import read_stack
 from hf_speedkit.kernels.verdicts import Judgement, judge, judge_import, unknown_layout
 
 if TYPE_CHECKING:
@@ -32,18 +38,23 @@ def check_kernels(
     probe: bool = False,
     tokens_per_batch: int | None = None,
     dtype: torch.dtype | None = None,
+    stack: Stack | None = None,
+    liger: bool = False,
 ) -> tuple[KernelCheck, ...]:
     """Say for every optimised function that training calls what it is bound to, and on how many layers.
 
     Looks at the objects that the live layers will call; `is_*_available()` and `model.use_kernels` are not evidence. A
-    package that is installed but unused is imported once more in a process of its own, for the real exception. Reads
-    only; with `probe` it also runs each fused function forward and backward on small random tensors.
+    package that is installed but unused is imported once more in a process of its own, for the real exception. What is
+    bound is held against the table of known combinations (`compatibility.py`). Reads only; with `probe` it also runs
+    each fused function forward and backward on random tensors.
 
     Args:
         model_or_config: a live model (wrapped or not), or a config, for which only the packages can be checked.
         probe: run the fused functions on the model's device and compare outputs and gradients with the reference.
         tokens_per_batch: slots of a packed row; None when rows are not packed. Adds the checks that packing needs.
         dtype: what the activations will have; the parameters' own if None. Used by the probe.
+        stack: device and versions; read from this machine if None.
+        liger: Liger was asked for (`use_liger_kernel`): also check that it patched something in a live model.
 
     Returns:
         One check per function, layer class and binding. Empty only for a config whose family needs nothing.
@@ -54,12 +65,9 @@ def check_kernels(
     from torch import nn
 
     if isinstance(model_or_config, nn.Module):
-        checks = _check_model(model_or_config, tokens_per_batch)
-        if probe:
-            from hf_speedkit.kernels.probe import probe_model
-
-            checks = probe_model(model_or_config, checks, dtype=dtype)
-        return checks
+        return _live_checks(
+            model_or_config, probe=probe, slots=tokens_per_batch, dtype=dtype, stack=stack or read_stack(), liger=liger
+        )
     if not hasattr(model_or_config, "get_text_config"):
         raise ConfigurationError(
             f"expected a model or a transformers config, got {type(model_or_config).__name__}",
@@ -70,7 +78,9 @@ def check_kernels(
             "a probe runs the functions a live model is bound to, and this is a config",
             mend="load the model first, or leave probe=False",
         )
-    return tuple(_check_config(model_or_config, tokens_per_batch))
+    stack = stack or read_stack()
+    checks = with_known_combinations(_check_config(model_or_config, tokens_per_batch, stack), stack)
+    return without_what_ends_the_process(checks)
 
 
 def assert_kernels(
@@ -81,6 +91,8 @@ def assert_kernels(
     probe: bool = False,
     tokens_per_batch: int | None = None,
     dtype: torch.dtype | None = None,
+    stack: Stack | None = None,
+    liger: bool = False,
 ) -> tuple[KernelCheck, ...]:
     """Refuse to train on kernels that are slow, wrong or not known, unless told otherwise.
 
@@ -88,7 +100,7 @@ def assert_kernels(
         model_or_config: as in `check_kernels`.
         mode: "strict" raises; "warn" logs the same text and goes on; "off" checks nothing.
         checks: checks made before; None makes them.
-        probe, tokens_per_batch, dtype: as in `check_kernels`.
+        probe, tokens_per_batch, dtype, stack, liger: as in `check_kernels`.
 
     Returns:
         The checks, when training may go on.
@@ -102,7 +114,9 @@ def assert_kernels(
     if mode == "off":
         return tuple(checks or ())
     if checks is None:
-        checks = check_kernels(model_or_config, probe=probe, tokens_per_batch=tokens_per_batch, dtype=dtype)
+        checks = check_kernels(
+            model_or_config, probe=probe, tokens_per_batch=tokens_per_batch, dtype=dtype, stack=stack, liger=liger
+        )
     for line in warnings_in(checks):
         logger.warning("%s", line)
     error = refusal(checks, decoder_layers=_decoder_layers(model_or_config))
@@ -126,6 +140,19 @@ class _Imports:
             names = [row.function for row in FUNCTIONS.values() if row.package == package]
             self._outcomes[package] = import_outcomes(package, names)
         return self._outcomes[package][requirement.function]
+
+
+def _live_checks(
+    model: Any, *, probe: bool, slots: int | None, dtype: torch.dtype | None, stack: Stack, liger: bool
+) -> tuple[KernelCheck, ...]:
+    checks = with_known_combinations(_check_model(model, slots), stack)
+    if liger:
+        checks = (*checks, liger_check(model))
+    if not probe:
+        return checks
+    from hf_speedkit.kernels.probe import probe_model
+
+    return probe_model(model, checks, dtype=dtype, tokens_per_batch=slots)
 
 
 def _check_model(model: Any, tokens_per_batch: int | None) -> tuple[KernelCheck, ...]:
@@ -171,7 +198,7 @@ def _judge(function: LiveFunction, imports: _Imports) -> Judgement:
         return unknown_layout(function.global_name)
     if function.binding in (BoundTo.TORCH, BoundTo.REFERENCE):
         return judge(function, requirement, None, imports.of(requirement))
-    return judge(function, requirement, installed_version(requirement.package), None)
+    return judge(function, requirement, installed_version(function.package or requirement.package), None)
 
 
 def _judge_replaced(place: str) -> Judgement:
@@ -195,7 +222,7 @@ def _missing_functions(layers: Sequence[LiveLayer], family: str | None, config: 
             yield _check(requirement.function, kind, expected, expected, unknown_layout(requirement.function))
 
 
-def _check_config(config: Any, tokens_per_batch: int | None) -> Iterator[KernelCheck]:
+def _check_config(config: Any, tokens_per_batch: int | None, stack: Stack) -> Iterator[KernelCheck]:
     text_config = config.get_text_config()
     family = family_of(text_config)
     imports = _Imports()
@@ -203,12 +230,18 @@ def _check_config(config: Any, tokens_per_batch: int | None) -> Iterator[KernelC
         layers = _layers_of_family(text_config, family)
         for requirement in training_requirements(family) if layers else ():
             judgement = judge_import(requirement, imports.of(requirement))
+            if requirement.function == CONVOLUTION and judgement.verdict is KernelVerdict.FALLBACK:
+                judgement = judge_stand_in(judgement, imports.of(FUNCTIONS["chunk_gated_delta_rule"]), stack)
             check = _check(requirement.function, FAMILIES[family].layer, layers, layers, judgement)
             yield check if tokens_per_batch is None else _without_boundaries_if_known(check, family)
     implementation = getattr(text_config, "_attn_implementation", None)
     layers = _attention_layers(text_config)
     if implementation is not None and layers:
-        judgement = judge_attention(implementation, text_config, tokens_per_batch, live=False)
+        judgement = (
+            judge_hub_kernel(implementation, stack)
+            if is_hub_name(implementation)
+            else judge_attention(implementation, text_config, tokens_per_batch, live=False)
+        )
         yield _check("attention", "attention layers", layers, layers, judgement)
 
 

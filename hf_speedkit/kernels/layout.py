@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from types import CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING
 
@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 REFERENCE_MARK = "speedkit_original"
 """Attribute of a reference that we bound: the object it stands in for."""
 
+STAND_IN_MARK = "speedkit_package"
+"""Attribute of a fused function that we bound in the place of another package's: the package it is from."""
 
-class BoundTo(str, Enum):
+
+class BoundTo(StrEnum):
     """What kind of implementation a function has."""
 
     PACKAGE = "package"
@@ -134,11 +137,12 @@ def read_function(global_name: str, called: object) -> LiveFunction | None:
     original = getattr(called, REFERENCE_MARK, None)
     if original is not None:
         inner = read_function(global_name, original)
+        stands_in = getattr(called, STAND_IN_MARK, None)
         return LiveFunction(
             function=inner.function if inner else global_name,
             global_name=global_name,
-            binding=BoundTo.REFERENCE,
-            package=inner.package if inner else None,
+            binding=BoundTo.PACKAGE if stands_in else BoundTo.REFERENCE,
+            package=stands_in or (inner.package if inner else None),
             called=called,
             implementation=called,
         )

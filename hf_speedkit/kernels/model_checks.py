@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
+from hf_speedkit.kernels.hub import is_hub_name
 from hf_speedkit.kernels.imports import installed_version, is_installed
 from hf_speedkit.kernels.layout import effective_forward, names_used
 from hf_speedkit.kernels.verdicts import Judgement
@@ -103,6 +104,8 @@ def judge_attention(implementation: str, config: Any, tokens_per_batch: int | No
         )
     if implementation == "flex_attention":
         return Judgement(verdict=KernelVerdict.FUSED, evidence="torch flex_attention")
+    if is_hub_name(implementation):
+        return Judgement(verdict=KernelVerdict.FUSED, evidence=f"{implementation}, loaded from the Hub")
     if _is_ours(implementation):
         return Judgement(verdict=KernelVerdict.FUSED, evidence=f"{implementation}, torch variable-length attention")
     return Judgement(

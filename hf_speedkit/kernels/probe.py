@@ -1,23 +1,25 @@
 """Runs each fused function forward and backward, as its layer calls it, and compares it with the reference.
 
 Importable is not trainable: fla 0.6.0 on Hopper with triton below 3.7.1 runs forward and raises in the first backward.
-So every function is called with the dtype, head sizes, strides and boundaries that training uses, at lengths round the
-edges of its chunks, and the outputs and all gradients are held against kernels/reference.py in float64.
+So every function is called with the dtype, head sizes, strides and boundaries that training uses, on one packed row of
+documents whose lengths lie round the edges of its chunks, and the outputs and all gradients are held against
+kernels/reference.py in float64. One row and not one call per length: another length would be other kernels to compile.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
-from hf_speedkit.kernels.layout import LiveFunction, LiveLayer, live_layers
-from hf_speedkit.kernels.probe_inputs import Example, convolution_example, delta_rule_example
+from hf_speedkit.kernels.layout import live_layers
+from hf_speedkit.kernels.probe_inputs import Example
+from hf_speedkit.kernels.probe_targets import Target, attention_target, function_target
 
 EDGE_LENGTHS = (1, 33, 63, 64, 65, 95, 127, 129, 130)
 """Lengths on both sides of chunks of 32, 64 and 128 positions, and a document of one token."""
@@ -28,47 +30,72 @@ TOLERANCES: Mapping[torch.dtype, float] = {
     torch.float16: 5e-3,  # 10 bits again, several roundings between input and gradient.
     torch.bfloat16: 2e-2,  # 7 bits, 2 ** -8 = 4e-3 a rounding, several of them (V49 in the public reports).
 }
-"""Largest relative error (norm of the difference / norm of the reference) of an output or a gradient."""
+"""Largest relative error (norm of the difference / norm of the reference) of an output or a gradient, per document."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeOutcome:
-    """What running one function showed: a verdict, and why or how well."""
+    """What running one function showed.
+
+    Args:
+        verdict: FUSED, or what is wrong.
+        detail: why, or how well.
+        first_call_s: time of the first forward and backward, compilation and tuning included.
+        call_s: time of a later one; None where it was not taken (on a CPU nothing is compiled).
+    """
 
     verdict: KernelVerdict
     detail: str
+    first_call_s: float | None = None
+    call_s: float | None = None
 
 
 def probe_model(
-    model: nn.Module, checks: Sequence[KernelCheck], *, dtype: torch.dtype | None = None
+    model: nn.Module,
+    checks: Sequence[KernelCheck],
+    *,
+    dtype: torch.dtype | None = None,
+    tokens_per_batch: int | None = None,
 ) -> tuple[KernelCheck, ...]:
     """Run what `checks` calls FUSED, and give each such check the verdict it earned.
 
-    Functions without a reference (Mamba, Kimi delta attention) keep their verdict and say that they were not run.
+    Functions without a reference (Mamba, Kimi delta attention) keep their verdict and say that they were not run, and
+    so does torch's own sdpa. On a GPU the row has `tokens_per_batch` slots and the layer's own heads, so that the
+    kernels compiled here are those of step 1.
 
     Args:
         model: the live model the checks are about; functions run on the device of their layer.
         checks: from `check_kernels`.
         dtype: of the activations; the dtype of the layer's parameters if None.
+        tokens_per_batch: slots of training's row; None for a short row.
 
     Returns:
         The checks, in the same order.
     """
-    found = {(layer.kind, f.function): (layer, f) for layer in live_layers(model) for f in layer.functions}
+    functions = {
+        (layer.kind, f.function): (layer.name, f.called) for layer in live_layers(model) for f in layer.functions
+    }
     probed = []
     for check in checks:
-        layer_and_function = found.get((check.layer, check.function))
-        if check.verdict is not KernelVerdict.FUSED or layer_and_function is None:
+        if check.verdict is not KernelVerdict.FUSED:
             probed.append(check)
             continue
-        probed.append(_probed(check, model, *layer_and_function, dtype))
+        target: Target | None = None
+        if check.function == "attention":
+            target = attention_target(check, model, dtype, tokens_per_batch)
+        elif (check.layer, check.function) in functions:
+            name, called = functions[check.layer, check.function]
+            target = function_target(check.function, called, model.get_submodule(name), dtype, tokens_per_batch)
+            if target is None:
+                check = replace(check, evidence=f"{check.evidence}; not run: no reference to compare with")
+        probed.append(check if target is None else _probed(check, target))
     return tuple(probed)
 
 
 def probe_function(
     function: Callable[..., Any], make_example: Callable[[tuple[int, ...], int], Example]
 ) -> ProbeOutcome:
-    """Hold one function against its reference, packed and at single lengths.
+    """Hold one function against its reference on a packed row.
 
     Args:
         function: called as `Example.call` says.
@@ -77,151 +104,131 @@ def probe_function(
     Returns:
         FUSED with the largest error, or the first thing that is wrong: BROKEN, FORWARD_ONLY, NO_BOUNDARIES.
     """
-    rows = [make_example(EDGE_LENGTHS, 0), *(make_example((length,), 1) for length in EDGE_LENGTHS)]
-    worst, scales = 0.0, None
-    for row in rows:
-        result = _probe_row(function, row, scales)
-        if result.ran and scales is None:
-            # A leak makes the numbers wrong as well; the leak is the more useful thing to say, so it goes first.
-            leak = _leak(function, row, make_example(EDGE_LENGTHS, 7))
-            if leak is not None:
-                return leak
-        if result.problem is not None:
-            return result.problem
-        worst, scales = max(worst, result.error), scales or result.scales
-    return ProbeOutcome(verdict=KernelVerdict.FUSED, detail=f"largest error {worst:.1e}")
+    row = make_example(EDGE_LENGTHS, 0)
+    began = time.perf_counter()
+    run = _run(function, row)
+    first_call_s = time.perf_counter() - began
+    if isinstance(run, ProbeOutcome):
+        return run
+    output, found = run
+    expected_output, expected = row.reference()
+    missing = [name for name, value in found.items() if value is None or (not value.any() and expected[name].any())]
+    if missing:
+        return _no_gradient(missing)
+    # A leak makes the numbers wrong as well; the leak is the more useful thing to say, so it goes first.
+    problem = _leak(function, row, make_example(EDGE_LENGTHS, 7), output)
+    worst = _compared(row, {"the output": output, **found}, {"the output": expected_output, **expected})
+    if problem is not None or isinstance(worst, ProbeOutcome):
+        return problem or worst  # type: ignore[return-value]
+    call_s = None
+    if row.device.type == "cuda":
+        began = time.perf_counter()
+        _run(function, row)
+        call_s = time.perf_counter() - began
+    return ProbeOutcome(
+        verdict=KernelVerdict.FUSED, detail=f"largest error {worst:.1e}", first_call_s=first_call_s, call_s=call_s
+    )
 
 
-def _probed(
-    check: KernelCheck, model: nn.Module, layer: LiveLayer, function: LiveFunction, dtype: torch.dtype | None
-) -> KernelCheck:
-    module = model.get_submodule(layer.name)
-    maker = _example_maker(check.function, module, dtype)
-    if maker is None:
-        return replace(check, evidence=f"{check.evidence}; not run: no reference to compare with")
-    example = maker((1,), 0)
-    outcome = probe_function(function.called, maker)
-    where = f"{example.device} in {str(example.dtype).removeprefix('torch.')}"
-    if outcome.verdict is KernelVerdict.FUSED:
-        return replace(check, evidence=f"{check.evidence}; ran both ways on {where}, {outcome.detail}")
-    return replace(check, verdict=outcome.verdict, reason=f"on {where}: {outcome.detail}", fix=check.fix)
+def _probed(check: KernelCheck, target: Target) -> KernelCheck:
+    outcome = probe_function(target.called, target.make_example)
+    where = f"{target.device} in {str(target.dtype).removeprefix('torch.')}"
+    if outcome.verdict is not KernelVerdict.FUSED:
+        return replace(check, verdict=outcome.verdict, reason=f"on {where}: {outcome.detail}", fix=check.fix)
+    evidence = f"{check.evidence}; ran both ways on {where}, {outcome.detail}"
+    if outcome.call_s is not None and outcome.first_call_s is not None:
+        evidence += f", first call {outcome.first_call_s:.1f} s, then {1e3 * outcome.call_s:.1f} ms"
+    return replace(check, evidence=evidence, first_call_s=outcome.first_call_s, call_s=outcome.call_s)
 
 
-def _example_maker(
-    function: str, module: nn.Module, dtype: torch.dtype | None
-) -> Callable[[tuple[int, ...], int], Example] | None:
-    """Builds inputs of the size of `module`, or None for a function without a reference or a layer without sizes."""
-    parameter = next(module.parameters(), None)
-    if parameter is None:
-        return None
-    device, kind = parameter.device, dtype or parameter.dtype
-    convolution = next((child for child in module.children() if isinstance(child, nn.Conv1d)), None)
-    if function == "causal_conv1d_fn" and convolution is not None:
-        channels, width = convolution.weight.shape[0], convolution.weight.shape[-1]
-        activation = getattr(module, "activation", None)
-        return lambda lengths, seed: convolution_example(
-            lengths, channels=channels, width=width, activation=activation, device=device, dtype=kind, seed=seed
-        )
-    names = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
-    sizes = [size for name in names if isinstance(size := getattr(module, name, None), int)]
-    if function == "chunk_gated_delta_rule" and len(sizes) == len(names):
-        return lambda lengths, seed: delta_rule_example(lengths, sizes=sizes, device=device, dtype=kind, seed=seed)
-    return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RowResult:
-    """What one row showed.
-
-    Args:
-        problem: what is wrong; None if nothing.
-        ran: forward and backward ended and every input got a gradient, so that numbers could be compared.
-        error: the largest relative error.
-        scales: root mean square of each expected tensor.
-    """
-
-    problem: ProbeOutcome | None = None
-    ran: bool = False
-    error: float = 0.0
-    scales: Mapping[str, float] | None = None
-
-
-def _probe_row(function: Callable[..., Any], row: Example, scales: Mapping[str, float] | None) -> _RowResult:
-    """Run one row and compare it; `scales` are those of the packed row, None while that row itself is probed."""
+def _run(function: Callable[..., Any], row: Example) -> tuple[Tensor, dict[str, Tensor | None]] | ProbeOutcome:
+    """Output and gradients, waited for; or what went wrong."""
     stage = "the forward"
     try:
         with torch.enable_grad(), torch.autocast(row.device.type, enabled=False):
             output = row.call(function)
             if not output.requires_grad:
-                return _RowResult(problem=_no_gradient(row.gradient_names))
+                return _no_gradient(row.gradient_names)
             stage = "the forward runs, the backward"
             found = row.gradients(output)
+        if row.device.type == "cuda":
+            torch.cuda.synchronize(row.device)  # an asynchronous fault must show here, and the clock must see the end
     except Exception as error:  # noqa: BLE001 (whatever a foreign kernel raises is the finding)
-        return _RowResult(problem=_broken(f"{stage} raises {type(error).__name__}: {_first_line(error)}"))
-    expected_output, expected = row.reference()
-    missing = [name for name, value in found.items() if value is None or (not value.any() and expected[name].any())]
-    if missing:
-        return _RowResult(problem=_no_gradient(missing))
-    return _compared(row, {"the output": output, **found}, {"the output": expected_output, **expected}, scales)
+        return _broken(f"{stage} raises {type(error).__name__}: {_first_line(error)}")
+    return output.detach(), found
 
 
-def _compared(
-    row: Example,
-    found: Mapping[str, Tensor | None],
-    expected: Mapping[str, Tensor],
-    scales: Mapping[str, float] | None,
-) -> _RowResult:
+def _compared(row: Example, found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor]) -> ProbeOutcome | float:
+    """The largest relative error, or the first tensor that is wrong."""
     tolerance, worst = TOLERANCES[row.dtype], 0.0
-    own_scales = {name: (wanted.norm() / wanted.numel() ** 0.5).item() for name, wanted in expected.items()}
     for name, wanted in expected.items():
         value = found[name]
         if value is None:
             continue
-        value = value.detach().to("cpu", torch.float64)
         what = name if name == "the output" else f"the gradient of {name}"
-        if not torch.isfinite(value).all():
-            problem = _broken(f"{what} is not finite{_at_length(row, ~torch.isfinite(value))}")
-            return _RowResult(problem=problem, ran=True)
-        # Some gradients vanish on short rows (the decay of a single token has no effect): there the rounding of the
-        # kernel is held against the size that the tensor has in a long row.
-        scale = max(own_scales[name], (scales or {}).get(name, 0.0), 1e-30)
-        difference = (value - wanted).abs() / scale
-        error = (difference.norm() / difference.numel() ** 0.5).item()
-        if error > tolerance:
-            where = _at_length(row, difference > 10 * tolerance)
-            problem = _broken(f"{what} is off by {error:.1%} (tolerance {tolerance:.1%}){where}")
-            return _RowResult(problem=problem, ran=True)
-        worst = max(worst, error)
-    return _RowResult(ran=True, error=worst, scales=own_scales)
+        if not torch.isfinite(value).all():  # of the whole row, the part that nobody compares included
+            part = row.compared_part(name, value)
+            return _broken(f"{what} is not finite{_at_lengths(row, name, _wrong(row, name, ~torch.isfinite(part)))}")
+        errors = _errors(row, name, row.compared_part(name, value), wanted)
+        wrong = [error > tolerance for error in errors]
+        if any(wrong):
+            where = _at_lengths(row, name, wrong)
+            return _broken(f"{what} is off by {max(errors):.1%} (tolerance {tolerance:.1%}){where}")
+        worst = max(worst, *errors)
+    return worst
 
 
-def _leak(function: Callable[..., Any], row: Example, other: Example) -> ProbeOutcome | None:
-    """Replace every second document and see whether the others notice."""
-    mixed = row.with_documents_of(other, range(0, len(EDGE_LENGTHS), 2))
-    with torch.no_grad():
-        before, after = (each.call(function).to("cpu", torch.float64) for each in (row, mixed))
-    for document, (start, end) in enumerate(pairwise(row.borders)):
+def _errors(row: Example, name: str, value: Tensor, wanted: Tensor) -> list[float]:
+    """Relative error of each document; of the whole for a tensor without positions."""
+    # Some gradients vanish in short documents (the decay of a single token has no effect): there the rounding of the
+    # kernel is held against the size that the tensor has in the whole row.
+    floor = max((wanted.norm() / wanted.numel() ** 0.5).item(), 1e-30)
+    if name in row.shared:
+        return [((value - wanted).norm() / wanted.numel() ** 0.5).item() / floor]
+    errors = []
+    for start, end in row.documents:
+        own, difference = wanted[:, start:end], value[:, start:end] - wanted[:, start:end]
+        root = own.numel() ** 0.5
+        errors.append((difference.norm() / root).item() / max((own.norm() / root).item(), floor))
+    return errors
+
+
+def _wrong(row: Example, name: str, places: Tensor) -> list[bool]:
+    if name in row.shared:
+        return [bool(places.any())]
+    return [bool(places[:, start:end].any()) for start, end in row.documents]
+
+
+def _at_lengths(row: Example, name: str, wrong: Sequence[bool]) -> str:
+    """Names the documents concerned when it is some of them: a fault at a chunk's edge."""
+    if name in row.shared or all(wrong) or not any(wrong):
+        return ""
+    lengths = [end - start for (start, end), bad in zip(row.documents, wrong, strict=True) if bad]
+    return f" at length {', '.join(str(length) for length in lengths)}"
+
+
+def _leak(function: Callable[..., Any], row: Example, other: Example, first: Tensor) -> ProbeOutcome | None:
+    """Replace every second document and see whether the others notice; and whether the same twice is the same."""
+    mixed = row.with_documents_of(other, range(0, len(row.borders) - 1, 2))
+    with torch.no_grad(), torch.autocast(row.device.type, enabled=False):
+        outputs = [row.compared_part("the output", each.call(function)) for each in (row, mixed)]
+    before, after = outputs
+    again = row.compared_part("the output", first)
+    tolerance = TOLERANCES[row.dtype]
+    for document, (start, end) in enumerate(row.documents):
         own = before[:, start:end]
-        if document % 2 == 0 or not torch.isfinite(own).all():
+        if not torch.isfinite(own).all():
             continue
-        change = ((own - after[:, start:end]).norm() / own.norm().clamp_min(1e-30)).item()
-        if not change <= TOLERANCES[row.dtype]:
+        size = own.norm().clamp_min(1e-30)
+        if not ((own - again[:, start:end]).norm() / size).item() <= tolerance:
+            return _broken("two runs on the same inputs differ: a race in the kernel")
+        change = ((own - after[:, start:end]).norm() / size).item()
+        if document % 2 and not change <= tolerance:
             return ProbeOutcome(
                 verdict=KernelVerdict.NO_BOUNDARIES,
                 detail=f"a document changes by {change:.1%} when its neighbours in the row are replaced",
             )
     return None
-
-
-def _at_length(row: Example, wrong: Tensor) -> str:
-    """Names the documents concerned when it is some of them: a fault at a chunk's edge."""
-    if wrong.dim() < 2 or wrong.shape[1] != row.borders[-1]:
-        return ""
-    lengths = [end - start for start, end in pairwise(row.borders)]
-    concerned = [n for n, (a, b) in zip(lengths, pairwise(row.borders), strict=True) if wrong[:, a:b].any()]
-    if len(concerned) == len(lengths) and len(lengths) > 1:
-        return ""
-    return f" at length {', '.join(str(length) for length in concerned)}"
 
 
 def _no_gradient(names: Sequence[str]) -> ProbeOutcome:

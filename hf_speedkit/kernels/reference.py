@@ -180,6 +180,42 @@ def recurrent_gated_delta_rule(
     return out, torch.cat(finals) if output_final_state else None
 
 
+def causal_attention(
+    _module: object,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _mask: None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **_ignored: object,
+) -> tuple[Tensor, None]:
+    """Softmax attention inside each document, with every score and mask written out: an oracle for short rows.
+
+    Args:
+        query: [B, H, T, D]; key, value: [B, H_kv, T, D], H a multiple of H_kv.
+        scaling: factor of the scores; D ** -0.5 if None.
+        sliding_window: positions that a query sees, its own included; None for all.
+        cu_seq_lens_q: [N + 1] document borders; None for one document per row.
+
+    Returns:
+        [B, T, H, D] and None, as transformers wants it.
+    """
+    slots, group = query.shape[2], query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+    documents = _document_of_each_slot(cu_seq_lens_q, slots, query.device)
+    place = torch.arange(slots, device=query.device)
+    distance = place[:, None] - place[None, :]
+    seen = (distance >= 0) & (documents[:, None] == documents[None, :])
+    if sliding_window is not None:
+        seen &= distance < sliding_window
+    scores = (query @ key.transpose(-1, -2)) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    return (weights @ value).transpose(1, 2), None
+
+
 def _chunk_terms(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, documents: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -162,5 +162,6 @@ def _without_boundaries(requirement: KernelRequirement, missing: list[str], evid
 
 def _described(function: LiveFunction, version: str | None) -> str:
     implementation = function.implementation
-    place = getattr(implementation, "__module__", None) or type(implementation).__module__
+    place = getattr(implementation, "speedkit_place", None) or getattr(implementation, "__module__", None)
+    place = place or type(implementation).__module__
     return f"{function.package} {version or '(version unknown)'}: {place}"
