@@ -33,7 +33,7 @@ def main(argv: list[str]) -> None:
     recipe, args, model_args = parse(config, argv)
 
     from datasets import load_dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
     from trl import get_peft_config
 
     from hf_speedkit import SpeedSFTTrainer
@@ -43,6 +43,7 @@ def main(argv: list[str]) -> None:
     if not args.resume_from_checkpoint and not args.allow_existing_output:
         refuse_existing_run(args.output_dir, existing_run(args.output_dir))
     use_all_cores(args)
+    set_seed(args.seed)
 
     choice = None
     if recipe.tiny_chat:  # built here, from packages: nothing is downloaded
