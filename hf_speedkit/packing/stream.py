@@ -22,6 +22,7 @@ from hf_speedkit.core.errors import ConfigurationError, PackingError
 from hf_speedkit.packing.collator import PackedCollator
 from hf_speedkit.packing.strategies import FIFO_WINDOW_DOCUMENTS, close_row, fill_in_order
 from hf_speedkit.packing.stream_documents import StreamDocument, no_documents, read_document
+from hf_speedkit.packing.stream_source import keeps_its_place
 
 # Rows of the source between two notes of where it stood. The oldest waiting document is at most two windows behind,
 # so a resumed run reads some 300 documents again.
@@ -126,6 +127,16 @@ class PackedStream(IterableDataset):  # type: ignore[type-arg]
         self._start = state
         self.epoch = self._first_epoch = 0 if state is None else state.epoch
 
+    @property
+    def resumed(self) -> bool:
+        """Whether the next `iter()` goes on in the middle of a pass."""
+        return self._start is not None and self._start.epoch == self.epoch
+
+    def begin_next_pass(self) -> None:
+        """Give up the rest of the pass under way; later `set_epoch` calls count from the next one."""
+        self._start, self._first_epoch = None, self.epoch + 1
+        self.epoch = self._first_epoch
+
     def first_documents(self, count: int) -> list[dict[str, Any]]:
         """The first documents of the data; the position of the stream does not change."""
         self.source.load_state_dict(None)
@@ -134,8 +145,7 @@ class PackedStream(IterableDataset):  # type: ignore[type-arg]
 
     def __iter__(self) -> Iterator[StreamRow]:
         self.source.set_epoch(self.epoch)
-        start = self._start if self._start is not None and self._start.epoch == self.epoch else None
-        packer = self._packer(start)
+        packer = self._packer(self._start if self.resumed else None)
         state = packer.state()
         for row in packer:
             state = row.state
@@ -310,38 +320,3 @@ class StreamCollator:
                 mend="set the loader's batch size to 1, and raise tokens_per_batch",
             )
         return {**self.collator(rows[0].documents), "stream_state": rows[0].state}
-
-
-def share_of_rank(source: Any, *, rank: int, world_size: int) -> Any:
-    """Take this rank's part of a streaming dataset, before anything is tokenized.
-
-    Whole shards where their number divides by the ranks; else every rank reads all rows and keeps one in `world_size`.
-    The second reads the data world_size times, but tokenizes each row once: `split_dataset_by_node` (datasets 5.2)
-    would tokenize first and skip afterwards. A dataset that was split with it already is left alone.
-    """
-    if world_size == 1 or getattr(source, "_distributed", None) is not None:
-        return source
-    if source.num_shards % world_size == 0:
-        return source.shard(num_shards=world_size, index=rank)
-    return source.filter(_is_ours, with_indices=True, fn_kwargs={"rank": rank, "world_size": world_size})
-
-
-def _is_ours(_row: Mapping[str, Any], index: int, rank: int, world_size: int) -> bool:
-    return index % world_size == rank
-
-
-def keeps_its_place(source: Any) -> bool:
-    """Whether a source's `state_dict` says exactly where it stands.
-
-    Reads private parts of datasets (checked against 5.2): the chain of `_ex_iterable`. A shuffle buffer is refilled
-    with other rows, and behind a batched map a batch may be lost (iterable_dataset.py, `load_state_dict`). No chain at
-    all counts as not exact, which costs time and no document.
-    """
-    parts = [getattr(source, "_ex_iterable", None)]
-    while parts:
-        part = parts.pop()
-        if part is None or type(part).__name__ == "BufferShuffledExamplesIterable" or getattr(part, "batched", False):
-            return False
-        inner = getattr(part, "ex_iterable", None)
-        parts += [*([] if inner is None else [inner]), *(getattr(part, "ex_iterables", None) or ())]
-    return True

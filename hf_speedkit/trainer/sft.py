@@ -22,7 +22,8 @@ from hf_speedkit.packing.documents import document_lengths, prepare_documents
 from hf_speedkit.packing.families import refuse_leaking_family
 from hf_speedkit.packing.planner import count_padded_batches
 from hf_speedkit.packing.sampler import PackedBatchSampler
-from hf_speedkit.packing.stream import PackedStream, StreamCollator, share_of_rank
+from hf_speedkit.packing.stream import PackedStream, StreamCollator
+from hf_speedkit.packing.stream_source import share_of_rank
 from hf_speedkit.trainer.attach import attach
 from hf_speedkit.trainer.config import SpeedSFTConfig
 from hf_speedkit.trainer.inputs import check_dataset, with_template_kwargs

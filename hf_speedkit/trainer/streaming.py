@@ -23,8 +23,10 @@ from hf_speedkit.trainer.loss import DeviceMetrics
 class StreamedBatches(DeviceMetrics):
     """SFTTrainer that can train on a `PackedStream`; anything else is the parent's."""
 
+    data_collator: Any
     _stream_state: StreamState | None = None
-    _spent_iterator: Iterator[Any] | None = None
+    _trainers_iterator: Iterator[Any] | None = None
+    _rows: Iterator[Any] | None = None
 
     @property
     def stream(self) -> PackedStream | None:
@@ -50,14 +52,28 @@ class StreamedBatches(DeviceMetrics):
         by it. Only a rank whose own step is empty reads it, so no rank with work waits for its device.
         """
         if self.stream is None:
-            return super().get_batch_samples(epoch_iterator, num_batches, device)
-        if self._spent_iterator is epoch_iterator:
+            batches, targets = super().get_batch_samples(epoch_iterator, num_batches, device)
+            return batches, targets
+        begins = epoch_iterator is not self._trainers_iterator
+        if begins:
+            self._trainers_iterator = self._rows = epoch_iterator
+        batches, targets = self._streamed_batches(num_batches, device)
+        if begins and not batches and self.stream.resumed:
+            # The checkpoint's step was the last of its pass: without a step the Trainer would stop for good.
+            self.stream.begin_next_pass()
+            self._rows = iter(self.callback_handler.train_dataloader)
+            batches, targets = self._streamed_batches(num_batches, device)
+        if not batches:
+            self.control.should_epoch_stop = True
+        return batches, targets
+
+    def _streamed_batches(self, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
+        if self._rows is None:
             return [], None
-        batches, targets = super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches, targets = super().get_batch_samples(self._rows, num_batches, device)
         states = [batch.pop("stream_state") for batch in batches]
         if not any(batch["token_counts"].target for batch in batches) and not int(targets):
-            self._spent_iterator = epoch_iterator
-            self.control.should_epoch_stop = True
+            self._rows = None
             return [], None
         self._stream_state = states[-1]
         return batches, targets
@@ -84,8 +100,8 @@ class StreamedBatches(DeviceMetrics):
             return None
         own = torch.tensor([getattr(state.report, name) for name in COUNT_FIELDS], device=self.args.device)
         sums = self.accelerator.reduce(own, "sum").tolist()  # once, after training
-        shape = {"tokens_per_batch": state.report.tokens_per_batch, "overlong": state.report.overlong}
-        return DocumentReport(**shape, **dict(zip(COUNT_FIELDS, sums, strict=True)))
+        counts: dict[str, Any] = dict(zip(COUNT_FIELDS, sums, strict=True))
+        return DocumentReport(tokens_per_batch=state.report.tokens_per_batch, overlong=state.report.overlong, **counts)
 
     def save_stream_state(self, checkpoint: Path) -> None:
         """Write where this rank's stream stands behind the last step."""

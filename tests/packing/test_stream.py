@@ -12,8 +12,9 @@ from hf_speedkit.core.errors import ConfigurationError, DatasetError, PackingErr
 from hf_speedkit.packing.collator import PackedCollator
 from hf_speedkit.packing.documents import prepare_documents
 from hf_speedkit.packing.planner import plan_packing
-from hf_speedkit.packing.stream import PackedStream, StreamCollator, StreamState, keeps_its_place, share_of_rank
+from hf_speedkit.packing.stream import PackedStream, StreamCollator, StreamState
 from hf_speedkit.packing.stream_documents import no_documents
+from hf_speedkit.packing.stream_source import keeps_its_place, share_of_rank
 
 SLOTS = 64
 
