@@ -45,7 +45,7 @@ def summarize_trace(path: str | Path, *, limit_bytes: int = DEFAULT_LIMIT_BYTES)
     stream = TraceStream(path, limit_bytes=limit_bytes)
     columns = read_columns(stream)
     work = join_work(columns)
-    steps = find_steps(columns)
+    steps = find_steps(columns, _complete_steps(stream.metadata))
     host = host_activity(columns, work)
     operators = nest_operators(columns)
     step_of_event = step_of_events(work, steps)
@@ -180,6 +180,11 @@ def _timeline(work: Work, devices: tuple[DeviceSummary, ...], window: Window) ->
         return None
     busiest = max(range(len(devices)), key=lambda index: devices[index].window_busy_ns)
     return timeline(work, busiest, window)
+
+
+def _complete_steps(metadata: Mapping[str, Any]) -> int | None:
+    own = metadata.get("hf_speedkit")
+    return whole_number(own.get("complete_steps")) if isinstance(own, dict) else None
 
 
 def _facts(metadata: Mapping[str, Any]) -> StepFacts:

@@ -51,7 +51,7 @@ KINDS = ("op", "annotation", "call", *DEVICE_KINDS, "device_annotation", "python
 STEP_PREFIX = "ProfilerStep#"
 _FRACTIONS_SAFE_US = float(1 << 43)  # below, a double holds a microsecond's thousandths to better than 0.5 ns
 _LIMIT_US = float(1 << 52)
-_NONE = np.iinfo(np.int64).min
+ABSENT = int(np.iinfo(np.int64).min)
 """Stands for an absent number in a column."""
 
 
@@ -88,9 +88,6 @@ class Table:
     def where(self, chosen: npt.NDArray[Any]) -> Table:
         """The rows of a mask or of indices."""
         return Table(*(getattr(self, column)[chosen] for column in Table.__slots__))
-
-
-ABSENT = int(_NONE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +203,10 @@ class _Builder:
         # A call stack is longer than any name; what is in `_names` as text of that kind stays whole.
         name_of = _column([names[scalar_text(name, limit=1 << 16)] for name in self._names])
         place_of = _column([places[str(first), str(second)] for first, second in self._places])
+        kinds = list(self._parts)
         return Columns(
-            tables={kind: _renumbered(concatenated(parts), name_of, place_of) for kind, parts in self._parts.items()},
+            # Popped, so that the parts of one kind are gone before the next is joined.
+            tables={kind: _renumbered(concatenated(self._parts.pop(kind)), name_of, place_of) for kind in kinds},
             names=list(names),
             places=list(places),
             categories=dict(self._categories),
@@ -219,7 +218,9 @@ class _Builder:
 def _renumbered(table: Table, name_of: Ints, place_of: Ints) -> Table:
     if not len(table):
         return table
-    stack = np.where(table.stack == ABSENT, ABSENT, name_of[np.maximum(table.stack, 0)])
+    stack = table.stack
+    if (stack != ABSENT).any():
+        stack = np.where(stack == ABSENT, ABSENT, name_of[np.maximum(stack, 0)])
     return Table(
         name=name_of[table.name],
         place=place_of[table.place],
@@ -308,11 +309,18 @@ def _column(values: list[int]) -> Ints:
 
 
 def _nothing(length: int) -> Ints:
-    return np.full(length, _NONE, dtype=np.int64)
+    """A column without a value: one number, seen `length` times."""
+    return np.broadcast_to(np.int64(ABSENT), (length,))
 
 
 def concatenated(parts: list[Table]) -> Table:
     """The rows of all parts; an empty table for none."""
     if not parts:
         return Table(*(np.empty(0, dtype=np.int64) for _ in Table.__slots__))
-    return Table(*(np.concatenate([getattr(part, column) for part in parts]) for column in Table.__slots__))
+    return Table(*(_joined([getattr(part, column) for part in parts]) for column in Table.__slots__))
+
+
+def _joined(columns: list[Ints]) -> Ints:
+    if all(column.strides == (0,) for column in columns):
+        return _nothing(sum(map(len, columns)))
+    return np.concatenate(columns)

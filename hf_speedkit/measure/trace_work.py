@@ -183,18 +183,23 @@ class Steps:
         return np.where((index >= 0) & (times < _take(self.end, index)), index, -1)
 
 
-def find_steps(columns: Columns) -> Steps:
-    """Step marks on the host. Their name also appears on the device (gpu_user_annotation), where it means nothing."""
+def find_steps(columns: Columns, complete: int | None = None) -> Steps:
+    """Step marks on the host. Their name also appears on the device (gpu_user_annotation), where it means nothing.
+
+    Args:
+        columns: the events.
+        complete: marks that ended, where the recorder says so: a recording cut short ends inside its last mark.
+    """
     marks = columns.table("annotation")
     is_step = np.array([_STEP.fullmatch(name) is not None for name in columns.names], dtype=bool)
     marks = marks.where(is_step[marks.name]) if len(marks) else marks
     order = np.argsort(marks.start, kind="stable")
-    kept = marks.where(order[:STEP_LIMIT])
+    kept = marks.where(order[: STEP_LIMIT if complete is None else min(complete, STEP_LIMIT)])
     return Steps(
         label=tuple(columns.names[name] for name in kept.name.tolist()),
         start=kept.start,
         end=kept.end,
-        cut_off=len(order) - len(kept),
+        cut_off=max(0, len(order) - STEP_LIMIT),
     )
 
 

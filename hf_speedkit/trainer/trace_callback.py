@@ -167,6 +167,7 @@ class TraceCallback(TrainerCallback):  # type: ignore[misc]
                 self._begin_recording()
             return
         with self._reporting("the profiler failed at the end of a step"):
+            self._recorder.facts = self._facts_of(self._session)
             self._recorder.mark()
             if state.global_step == self._session[-1]:
                 self._finish(None)
@@ -231,9 +232,10 @@ class TraceCallback(TrainerCallback):  # type: ignore[misc]
         self._marks.close()
         if recorder is None:
             return
-        recorder.facts = {**self._facts, "step": session[0], "untraced_step_time_s": self._untraced_step_time_s()}
+        recorder.facts = self._facts_of(session)
         if reason is not None:
             recorder.facts["partial"] = f"{recorder.recorded} of {len(session)} steps ({reason})"
+            recorder.facts["complete_steps"] = recorder.recorded
         had_begun = recorder.marks > 0
         with self._reporting(f"no trace of {_named(session)}"):
             recorder.stop()
@@ -272,6 +274,9 @@ class TraceCallback(TrainerCallback):  # type: ignore[misc]
         if self._step_began is not None and step not in self._traced:
             self._step_times.append(now - self._step_began)
         self._step_began = now
+
+    def _facts_of(self, session: range) -> dict[str, Any]:
+        return {**self._facts, "step": session[0], "untraced_step_time_s": self._untraced_step_time_s()}
 
     def _untraced_step_time_s(self) -> float | None:
         enough = len(self._step_times) >= _UNTRACED_STEPS_NEEDED

@@ -130,7 +130,7 @@ def test_bytes_behind_a_gzip_member_are_named(tmp_path):
 def test_a_bomb_is_stopped_at_the_limit_with_the_way_to_go_on(tmp_path):
     path = tmp_path / "bomb.json.gz"
     path.write_bytes(gzip.compress(b'{"traceEvents": [' + b" " * (64 << 20)))
-    with pytest.raises(TraceError, match="more than 0.0312 GiB") as caught:
+    with pytest.raises(TraceError, match=r"more than 0\.0312 GiB") as caught:
         summarize_trace(path, limit_bytes=32 << 20)
     assert "--max-gib" in (caught.value.regardless or "")
 
