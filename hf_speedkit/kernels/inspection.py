@@ -11,6 +11,7 @@ from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.core.records import KernelCheck, KernelRequirement, KernelVerdict
 from hf_speedkit.kernels.compatibility import Stack
 from hf_speedkit.kernels.fla_convolution import CONVOLUTION, judge_stand_in
+from hf_speedkit.kernels.fused_layers import fused_layer_checks
 from hf_speedkit.kernels.hub import is_hub_name, judge_hub_kernel
 from hf_speedkit.kernels.imports import ImportOutcome, import_outcomes, installed_version
 from hf_speedkit.kernels.known import with_known_combinations, without_what_ends_the_process
@@ -164,6 +165,7 @@ def _check_model(model: Any, tokens_per_batch: int | None) -> tuple[KernelCheck,
         *_missing_functions(layers, family, config),
         *experts_checks(model),
         *attention_checks(model, tokens_per_batch),
+        *fused_layer_checks(model),
     ]
     if not checks:
         judgement = unknown_layout(type(model).__name__)

@@ -1,0 +1,158 @@
+"""Holds a fused forward against the layer's own forward in float32: outputs and every gradient, on the device."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_speedkit.kernels.fused_forwards import GATED_NORM, SWIGLU, Forward
+from hf_speedkit.kernels.probe import TOLERANCES
+
+COMPARED_ROWS = 16_384
+"""Rows that are compared; further ones run, because some kernels are chosen by the number of rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parity:
+    """What a comparison showed.
+
+    Args:
+        problem: what is wrong; None if nothing is.
+        error: largest relative error of the output and the gradients; None where none was computed.
+        first_call_s: time of the first forward and backward, compilation included.
+    """
+
+    problem: str | None = None
+    error: float | None = None
+    first_call_s: float | None = None
+
+
+def compare(
+    module: nn.Module, forward: Forward, part: str, *, rows: int, device: torch.device, dtype: torch.dtype
+) -> Parity:
+    """Run `forward` and the layer's own forward on the same random rows.
+
+    Args:
+        module: the layer; only its class, settings and sizes are used, never its weights, so sharded ones will do.
+        forward: (module, inputs ...) -> output.
+        part: what the layer is, see `fused_forwards.part_of`.
+        rows: positions (times heads) that training hands it at once.
+        device, dtype: of the activations.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    inputs = _inputs(module, part, rows, device, dtype, generator)
+    weights = _weights(module, device, generator)
+    examined = min(rows, COMPARED_ROWS)
+    own = type(module).forward
+    exact_inputs = [value[:, :examined].float() for value in inputs]
+    exact_weights = {name: value.float() for name, value in weights.items()}
+    incoming = torch.randn(own_shape(inputs, part), generator=generator, device=device).to(dtype)
+    incoming[:, examined:] = 0
+    expected, _ = _run(module, own, exact_inputs, exact_weights, incoming[:, :examined].float())
+    plain_type = _run(module, own, [value[:, :1] for value in inputs], weights, incoming[:, :1])[0]["the output"].dtype
+    began = time.perf_counter()
+    try:
+        found, _ = _run(module, forward, inputs, weights, incoming)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except Exception as error:  # noqa: BLE001 (whatever a foreign kernel raises is the finding)
+        return Parity(problem=f"it raises {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+    seconds = time.perf_counter() - began
+    if found["the output"].dtype != plain_type:
+        return Parity(problem=f"its output is {found['the output'].dtype}, the layer's is {plain_type}")
+    return _judge(found, expected, weights, examined, dtype, seconds)
+
+
+def multiplies_by_one_plus_weight(module: nn.Module) -> bool:
+    """Whether a norm is centred on zero: with a weight of 0 it lets its input through."""
+    (weight,) = (value for value in module.parameters(recurse=False))
+    size, dtype = weight.shape[0], torch.float32
+    twin = _twin(module, {"weight": torch.zeros(size, dtype=dtype)})
+    inputs = [torch.ones(1, 1, size, dtype=dtype)] * (2 if type(module).__name__.endswith("Gated") else 1)
+    with torch.no_grad():
+        return bool(type(module).forward(twin, *inputs).any())
+
+
+def own_shape(inputs: list[Tensor], part: str) -> tuple[int, ...]:
+    """Shape of the output: an MLP's two halves become one."""
+    batch, rows, width = inputs[0].shape
+    return (batch, rows, width // 2) if part == SWIGLU else (batch, rows, width)
+
+
+def _judge(
+    found: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+    examined: int,
+    dtype: torch.dtype,
+    seconds: float,
+) -> Parity:
+    worst = 0.0
+    for name, wanted in expected.items():
+        value = found[name].float()
+        value = value if name in weights else value[:, :examined]
+        if not bool(torch.isfinite(found[name]).all()):
+            return Parity(problem=f"{name} is not finite")
+        error = float((value - wanted).norm() / wanted.norm().clamp_min(1e-30))
+        if not error <= TOLERANCES[dtype]:
+            return Parity(problem=f"{name} is off by {error:.1%} (tolerance {TOLERANCES[dtype]:.1%})", error=error)
+        worst = max(worst, error)
+    return Parity(error=worst, first_call_s=seconds)
+
+
+def _run(
+    module: nn.Module, forward: Forward, inputs: list[Tensor], weights: Mapping[str, Tensor], incoming: Tensor
+) -> tuple[dict[str, Tensor], nn.Module]:
+    # Clones: Liger's SwiGLU writes its gradients into the tensors it was given.
+    leaves = [value.detach().clone().requires_grad_() for value in inputs]
+    twin = _twin(module, weights)
+    parameters = dict(twin.named_parameters(recurse=False))
+    with torch.enable_grad(), torch.autocast(incoming.device.type, enabled=False):
+        output = forward(twin, *(leaf * 1 for leaf in leaves))
+        values = torch.autograd.grad(output, [*leaves, *parameters.values()], incoming.to(output.dtype))
+    names = [*(f"the gradient of input {place + 1}" for place in range(len(leaves))), *parameters]
+    return {"the output": output.detach(), **dict(zip(names, values, strict=True))}, twin
+
+
+def _twin(module: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
+    """The layer with other weights, sharing nothing that is written to."""
+    twin = copy.copy(module)
+    twin.__dict__ = {name: value for name, value in module.__dict__.items() if name != "forward"}
+    twin._parameters = {name: nn.Parameter(value.detach().clone()) for name, value in weights.items()}
+    if "gate_proj" in module._modules:
+        halves = {"gate_proj": _Half(0), "up_proj": _Half(1), "down_proj": nn.Identity()}
+        twin._modules = {**module._modules, **halves}
+    return twin
+
+
+class _Half(nn.Module):
+    """Stands for a projection: hands on one half of its input, so that no large product is made."""
+
+    def __init__(self, which: int) -> None:
+        super().__init__()
+        self.which = which
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.chunk(2, dim=-1)[self.which].contiguous()
+
+
+def _inputs(
+    module: Any, part: str, rows: int, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> list[Tensor]:
+    width = 2 * module.up_proj.weight.shape[0] if part == SWIGLU else module.weight.shape[0]
+    count = 2 if part == GATED_NORM else 1
+    return [torch.randn(1, rows, width, generator=generator, device=device).to(dtype) for _ in range(count)]
+
+
+def _weights(module: nn.Module, device: torch.device, generator: torch.Generator) -> dict[str, Tensor]:
+    return {
+        name: (0.5 * torch.randn(value.shape, generator=generator, device=device)).to(value.dtype)
+        for name, value in module._parameters.items()
+        if value is not None
+    }

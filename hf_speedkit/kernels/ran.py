@@ -1,0 +1,155 @@
+"""Which of the expected kernels a traced step really ran, by the names of its device kernels.
+
+The probe shows that a function can run; this shows that training called it. fla, for one, picks its backend anew at
+every call, by shapes and flags, and says so in an info line only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from hf_speedkit.core.errors import KernelAssertionError
+from hf_speedkit.core.records import KernelCheck, KernelVerdict
+from hf_speedkit.kernels.refusal import GO_ON
+
+if TYPE_CHECKING:
+    import torch
+
+# (forward, backward), by function and the beginning of its check's evidence. Names: fla 0.6.0, liger-kernel 0.8.5,
+# causal-conv1d 1.7.0 and torch 2.11 sources. TileLang calls the function that fla writes for it "kernel_kernel".
+_RULE = (
+    r"chunk_gated_delta_rule_fwd|chunk_fwd_kernel_o",
+    r"chunk_gated_delta_rule_bwd|chunk_bwd_kernel|prepare_wy_repr_bwd|kernel_kernel",
+)
+_FLASH = (r"flash.*fwd|fmha.*fwd|flash.*forward", r"flash.*bwd|fmha.*bwd|flash.*backward|dot_do_o")
+_EXPECTED: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
+    {
+        ("causal_conv1d_fn", "causal_conv1d"): (r"causal_conv1d\w*fwd", r"causal_conv1d\w*bwd"),
+        ("causal_conv1d_fn", "fla"): (r"causal_conv1d\w*fwd", r"causal_conv1d\w*bwd"),
+        ("chunk_gated_delta_rule", "fla"): _RULE,
+        ("attention", "speedkit_varlen"): _FLASH,
+        ("attention", "flash_attention"): _FLASH,
+        ("rms_norm", "liger_kernel"): (r"rms_norm_forward", r"rms_norm_backward"),
+        ("rms_norm", "fla"): (r"layer_norm_fwd", r"layer_norm_bwd"),
+        ("gated_norm", "fla"): (r"layer_norm_gated_fwd", r"layer_norm_gated_bwd"),
+        ("swiglu", "liger_kernel"): (r"swiglu_forward", r"swiglu_backward"),
+        ("swiglu", "fla"): (r"swiglu_fwd", r"swiglu_fwdbwd"),
+    }
+)
+_OTHER_BACKENDS = re.compile(r"flash_?qla|gdr_|gdn_", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelRun:
+    """Whether one function's kernels were among those that ran.
+
+    Args:
+        function: the check's function.
+        layer: the check's layer class.
+        forward, backward: whether such a kernel ran; None where its names are not known.
+        kernels: the names that were recognised, in order.
+    """
+
+    function: str
+    layer: str
+    forward: bool | None
+    backward: bool | None
+    kernels: tuple[str, ...] = ()
+
+
+def functions_that_ran(kernel_names: Iterable[str], checks: Sequence[KernelCheck]) -> tuple[KernelRun, ...]:
+    """Hold the kernels of a step against what its checks promise.
+
+    Args:
+        kernel_names: names of the device kernels of one whole training step (forward and backward), in any order.
+        checks: from `check_kernels`; only FUSED ones promise anything.
+
+    Returns:
+        One entry per FUSED check, in order.
+    """
+    names = sorted(set(kernel_names))
+    return tuple(_run(check, names) for check in checks if check.verdict is KernelVerdict.FUSED)
+
+
+def never_ran(runs: Sequence[KernelRun]) -> KernelAssertionError | None:
+    """The refusal for functions whose kernels were expected and did not run; None if there are none."""
+    missing = [run for run in runs if run.forward is False or run.backward is False]
+    if not missing:
+        return None
+    return KernelAssertionError(
+        f"{len(missing)} of {len(runs)} fused functions did not run in the first step.",
+        evidence=tuple(
+            f"{run.function}   {run.layer}   no {_which(run)} kernel among those of the step" for run in missing
+        ),
+        mend="hf-speedkit doctor MODEL --probe  (then look at the step with TraceCallback)",
+        regardless=GO_ON,
+    )
+
+
+class StepKernels:
+    """Collects the names of the device kernels between `begin` and `end`: one micro-batch or one step.
+
+    Costs one CUPTI session and one wait for the device, once; outside it costs nothing. On a machine without a GPU, or
+    while another profiler runs (CUPTI has one user at a time), it collects nothing and says so.
+    """
+
+    def __init__(self) -> None:
+        self._profile: Any = None
+
+    def begin(self) -> bool:
+        """Start collecting; False if that is not possible now."""
+        import torch
+
+        if self._profile is not None or not torch.cuda.is_available() or torch._C._autograd._profiler_enabled():
+            return False
+        profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=False)
+        profile.start()
+        self._profile = profile
+        return True
+
+    def end(self) -> frozenset[str] | None:
+        """Stop and return the names; None if nothing was collected."""
+        if self._profile is None:
+            return None
+        import torch
+
+        profile, self._profile = self._profile, None
+        torch.cuda.synchronize()  # the last kernels of the step must have ended to be seen; once in a run
+        profile.stop()
+        return _device_names(profile)
+
+
+def _device_names(profile: torch.profiler.profile) -> frozenset[str]:
+    events: Any = profile
+    return frozenset(event.name for event in events.events() or () if event.device_type.name == "CUDA")
+
+
+def _run(check: KernelCheck, names: Sequence[str]) -> KernelRun:
+    expected = next(
+        (
+            patterns
+            for (function, begins), patterns in _EXPECTED.items()
+            if function == check.function and check.evidence.startswith(begins)
+        ),
+        None,
+    )
+    if expected is None:
+        return KernelRun(function=check.function, layer=check.layer, forward=None, backward=None)
+    forward, backward = ([name for name in names if re.search(pattern, name, re.IGNORECASE)] for pattern in expected)
+    # fla may hand the whole rule to FlashQLA, whose kernels have names of their own.
+    other = check.function == "chunk_gated_delta_rule" and any(_OTHER_BACKENDS.search(name) for name in names)
+    return KernelRun(
+        function=check.function,
+        layer=check.layer,
+        forward=bool(forward) or (None if other else False),
+        backward=bool(backward) or (None if other else False),
+        kernels=(*forward, *backward),
+    )
+
+
+def _which(run: KernelRun) -> str:
+    return " and no ".join(name for name, ran in (("forward", run.forward), ("backward", run.backward)) if ran is False)
