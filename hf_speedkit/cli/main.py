@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import typer
 
+from hf_speedkit.cli.doctor import doctor
 from hf_speedkit.cli.trace import trace
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Packed, proven and measured fine-tuning.")
 
 
 app.command()(trace)
+app.command()(doctor)
 
 
 @app.callback(invoke_without_command=True)

@@ -20,6 +20,25 @@ _WOULD = {
 }
 
 
+_COSTS = {
+    KernelVerdict.FALLBACK: "the layer runs in many small torch operations, and transformers refuses packed rows",
+    KernelVerdict.FORWARD_ONLY: "the inputs named get no gradient: what lies before the layer does not learn from it",
+    KernelVerdict.BROKEN: "the run stops at the first backward, or learns from wrong numbers",
+    KernelVerdict.NO_BOUNDARIES: "documents in one row are trained as if they were one text",
+    KernelVerdict.BLOCKED: "the run stops, or computes wrong numbers without a word",
+    KernelVerdict.UNVERIFIED: "not known: nothing is claimed",
+}
+
+
+def cost_of(check: KernelCheck) -> str | None:
+    """What training would pay for a check's verdict, in words; None for a fused function.
+
+    In words, because how many times slower a fallback is depends on the model and the GPU: see
+    benchmarks/results.
+    """
+    return _COSTS.get(check.verdict)
+
+
 def refusal(checks: Sequence[KernelCheck], *, decoder_layers: int | None) -> KernelAssertionError | None:
     """The error for every check that is not FUSED, or None if all are.
 
