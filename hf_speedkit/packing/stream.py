@@ -139,9 +139,13 @@ class PackedStream(IterableDataset):  # type: ignore[type-arg]
 
     def first_documents(self, count: int) -> list[dict[str, Any]]:
         """The first documents of the data; the position of the stream does not change."""
+        return self.sample(count)[0]
+
+    def sample(self, count: int) -> tuple[list[dict[str, Any]], DocumentReport]:
+        """The first documents of the data and what was counted while they were read."""
         self.source.load_state_dict(None)
         reader = _Reader(self.source, no_documents(self.tokens_per_batch, self.overlong))
-        return [document.as_row() for document in islice(reader, count)]
+        return [document.as_row() for document in islice(reader, count)], reader.report
 
     def __iter__(self) -> Iterator[StreamRow]:
         self.source.set_epoch(self.epoch)

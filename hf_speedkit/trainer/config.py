@@ -29,6 +29,11 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
             cut or dropped is counted in the summary.
         chat_template_kwargs: passed to the chat template of every conversation, for example
             {"enable_thinking": False}, without which Qwen3.8's template writes a line on reasoning effort into each.
+        template_check: look at the first 100 conversations as they are rendered for training and for inference:
+            "strict" refuses a line on reasoning effort that was not asked for, tool calls filled up with null, and
+            completions whose prompt is rendered in another way; "warn" says so; "off" looks at nothing.
+        exclude_generation_prompt: tokens that the prompt supplies at inference (an empty reasoning block, for
+            example) are no targets. Renders and tokenizes every conversation once more.
         kernel_assertion: "strict" refuses to train on a slow or unproven kernel, "warn" says so, "off" looks at
             nothing; "auto" is strict on a GPU and a report on a CPU.
         packed_attention: "auto" lets packed rows run on torch's variable-length attention where the model would use
@@ -65,6 +70,13 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
     chat_template_kwargs: dict[str, Any] | str | None = field(
         default=None,
         metadata={"help": "Passed to the chat template of every conversation."},
+    )
+    template_check: str = field(
+        default="strict",
+        metadata={"help": "Chat templates: strict, warn or off.", "choices": ["strict", "warn", "off"]},
+    )
+    exclude_generation_prompt: bool = field(
+        default=False, metadata={"help": "Tokens that the prompt supplies at inference are no targets."}
     )
     kernel_assertion: str = field(
         default="auto",
@@ -112,6 +124,7 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
             ("overlong", _OVERLONG),
             ("kernel_assertion", _ASSERTIONS),
             ("packed_attention", ("auto", "keep")),
+            ("template_check", ("strict", "warn", "off")),
             ("packing_strategy", (*_STRATEGIES, *_TRL_STRATEGIES, "wrapped")),
         ):
             value = getattr(self, name)

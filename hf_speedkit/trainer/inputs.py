@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset, IterableDataset, Value
 from trl import SFTConfig
 
-from hf_speedkit.core.errors import DatasetError
+from hf_speedkit.core.errors import ConfigurationError, DatasetError
+from hf_speedkit.packing.families import refuse_leaking_family
+from hf_speedkit.trainer.streaming import check_stream_settings
+
+if TYPE_CHECKING:
+    from hf_speedkit.trainer.config import SpeedSFTConfig
 
 _TEMPLATE_COLUMN = "chat_template_kwargs"
 
@@ -71,6 +76,45 @@ def with_template_kwargs(dataset: Dataset | IterableDataset, args: SFTConfig) ->
     if isinstance(dataset, IterableDataset):
         return dataset.map(_add_constant, fn_kwargs={"kwargs": dict(kwargs)})
     return dataset.add_column(_TEMPLATE_COLUMN, [dict(kwargs)] * len(dataset))
+
+
+def named_datasets(train_dataset: Any, eval_dataset: Any) -> list[tuple[str, Any]]:
+    """The datasets of a trainer with their names, as messages and reports use them."""
+    named = [("train", train_dataset)]
+    if isinstance(eval_dataset, dict):
+        return [*named, *eval_dataset.items()]
+    return [*named, ("eval", eval_dataset)] if eval_dataset is not None else named
+
+
+def check_packing_request(
+    args: SpeedSFTConfig, data_collator: Any, train_dataset: Any, eval_dataset: Any, model: Any
+) -> None:
+    """Refuse what packing cannot do, before anything is tokenized.
+
+    Raises:
+        ConfigurationError, DatasetError, PackingError: each names the setting to change.
+    """
+    if data_collator is not None:
+        raise ConfigurationError(
+            "a data_collator of your own cannot be used with packing: it would replace the packed rows",
+            mend="leave data_collator out, or set packing=False",
+        )
+    if isinstance(train_dataset, IterableDataset):
+        check_stream_settings(args)
+    if args.eval_packing is not False and any(
+        isinstance(d, IterableDataset) for _, d in named_datasets(None, eval_dataset)
+    ):
+        raise DatasetError(
+            "packed evaluation plans its rows for all ranks at once, and a streaming dataset has no lengths",
+            mend="take a part of it: Dataset.from_list(list(stream.take(1000))), or set eval_packing=False",
+        )
+    if (args.activation_checkpointing_kwargs or {}).get("use_reentrant"):
+        raise ConfigurationError(
+            "reentrant checkpointing cannot be probed for isolation (torch.autograd.grad does not pass through it)",
+            mend='activation_checkpointing_kwargs={"use_reentrant": False}, which is also what torch recommends',
+        )
+    if not isinstance(model, str):
+        refuse_leaking_family(model.config.get_text_config().model_type)
 
 
 def _add_constant(_row: Mapping[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 from trl import SFTConfig
 
-from hf_speedkit.core.errors import ConfigurationError, DatasetError
+from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.core.records import DocumentReport, TokenCounts
 from hf_speedkit.core.summary import PackingSummary, RunSummary, loss_summary, packing_summary
 from hf_speedkit.packing.collator import PackedCollator
@@ -26,13 +26,15 @@ from hf_speedkit.packing.stream import PackedStream, StreamCollator
 from hf_speedkit.packing.stream_source import share_of_rank
 from hf_speedkit.trainer.attach import attach
 from hf_speedkit.trainer.config import SpeedSFTConfig
-from hf_speedkit.trainer.inputs import check_dataset, with_template_kwargs
+from hf_speedkit.trainer.conversation_checks import SAMPLE_ROWS
+from hf_speedkit.trainer.inputs import check_dataset, check_packing_request, named_datasets, with_template_kwargs
 from hf_speedkit.trainer.output import STEP_LOG_NAME, existing_run, refuse_existing_run
 from hf_speedkit.trainer.packed_layers import packed_layers, padded_attention
 from hf_speedkit.trainer.progress import CompactProgress
 from hf_speedkit.trainer.sinks import JsonlSink
 from hf_speedkit.trainer.startup import StartupProof
-from hf_speedkit.trainer.streaming import StreamCheckpoint, StreamedBatches, check_stream_settings
+from hf_speedkit.trainer.streaming import StreamCheckpoint, StreamedBatches
+from hf_speedkit.trainer.templates import TemplateChecks, check_mask, log_example
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback
 
 logger = logging.getLogger(__name__)
@@ -82,10 +84,10 @@ class SpeedSFTTrainer(StreamedBatches):
         self._train_sampler: PackedBatchSampler | None = None
         self._changed_layers: tuple[str, ...] = ()
         self.packing_active = args.packing
-        for name, dataset in _named(train_dataset, eval_dataset):
+        for name, dataset in named_datasets(train_dataset, eval_dataset):
             check_dataset(dataset, text_field=args.dataset_text_field, formatting_func=formatting_func, name=name)
         if self.packing_active:
-            _check_packing_request(args, data_collator, train_dataset, eval_dataset, model)
+            check_packing_request(args, data_collator, train_dataset, eval_dataset, model)
         super().__init__(
             model=model,
             args=args,
@@ -122,19 +124,31 @@ class SpeedSFTTrainer(StreamedBatches):
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: SpeedSFTConfig, packing: bool, formatting_func: Any, name: str
     ) -> Any:
-        """TRL's tokenization and masks; its packing is replaced by ours."""
-        if not packing:
-            return super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, name)
+        """TRL's tokenization and masks, the template looked at before them; its packing is replaced by ours."""
         streaming = isinstance(dataset, IterableDataset)
-        if streaming:
+        if packing and streaming:
             dataset = share_of_rank(dataset, rank=args.process_index, world_size=args.world_size)
         dataset = with_template_kwargs(dataset, args)
+        checks = TemplateChecks(
+            self._tokenizer, self.chat_template, args.template_check, args.exclude_generation_prompt
+        )
+        checks.before(dataset, name)
         dataset = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, name)
+        dataset = checks.after(dataset, name)
+        if not packing:
+            return dataset
+        masked = args.assistant_only_loss or self.completion_only_loss
         if streaming:
-            return PackedStream(dataset, tokens_per_batch=args.row_slots, overlong=args.overlong)
+            stream = PackedStream(dataset, tokens_per_batch=args.row_slots, overlong=args.overlong)
+            rows, report = stream.sample(SAMPLE_ROWS)
+            check_mask(report, masked=masked, name=name)
+            log_example(rows, self._tokenizer, name)
+            return stream
         dataset, report = prepare_documents(dataset, tokens_per_batch=args.row_slots, overlong=args.overlong)
+        check_mask(report, masked=masked, name=name)
         self._reports[name] = report
         logger.info("%s documents: %s", name, report.sentence())
+        log_example(dataset, self._tokenizer, name)
         return dataset
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -316,34 +330,3 @@ def _speed_config(args: SFTConfig | None, model: str | PreTrainedModel) -> Speed
     raise ConfigurationError(
         f"args is a {type(args).__name__}", mend="pass a hf_speedkit.SpeedSFTConfig (or TRL's SFTConfig)"
     )
-
-
-def _named(train_dataset: Any, eval_dataset: Any) -> list[tuple[str, Any]]:
-    named = [("train", train_dataset)]
-    if isinstance(eval_dataset, dict):
-        return [*named, *eval_dataset.items()]
-    return [*named, ("eval", eval_dataset)] if eval_dataset is not None else named
-
-
-def _check_packing_request(
-    args: SpeedSFTConfig, data_collator: Any, train_dataset: Any, eval_dataset: Any, model: Any
-) -> None:
-    if data_collator is not None:
-        raise ConfigurationError(
-            "a data_collator of your own cannot be used with packing: it would replace the packed rows",
-            mend="leave data_collator out, or set packing=False",
-        )
-    if isinstance(train_dataset, IterableDataset):
-        check_stream_settings(args)
-    if args.eval_packing is not False and any(isinstance(d, IterableDataset) for _, d in _named(None, eval_dataset)):
-        raise DatasetError(
-            "packed evaluation plans its rows for all ranks at once, and a streaming dataset has no lengths",
-            mend="take a part of it: Dataset.from_list(list(stream.take(1000))), or set eval_packing=False",
-        )
-    if (args.activation_checkpointing_kwargs or {}).get("use_reentrant"):
-        raise ConfigurationError(
-            "reentrant checkpointing cannot be probed for isolation (torch.autograd.grad does not pass through it)",
-            mend='activation_checkpointing_kwargs={"use_reentrant": False}, which is also what torch recommends',
-        )
-    if not isinstance(model, str):
-        refuse_leaking_family(model.config.get_text_config().model_type)

@@ -1,0 +1,244 @@
+"""What a chat template does to training data, checked on a sample before anything is tokenized.
+
+Three things go wrong without a word: a template writes a line into every conversation that nobody asked for, a
+conversation is trained on in another form than the model will see it in, and tokens become targets that the prompt
+supplies at inference. All of them show when a conversation is rendered twice and the two texts are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from hf_speedkit.core.errors import ConfigurationError, DatasetError
+
+Messages = Sequence[Mapping[str, Any]]
+Render = Callable[..., str]
+"""render(messages, add_generation_prompt=False, **template_kwargs) -> text."""
+
+SAMPLE_ROWS = 100
+"""Conversations looked at: rendering takes about a millisecond each."""
+
+_TOLERATED_SHARE = 0.01
+_REASONING_LINE = "Reasoning effort is set to"
+_SHOWN_CHARACTERS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class TurnDifference:
+    """Where the text that is trained on leaves the text that the model will see.
+
+    Args:
+        example: number of the conversation in the sample, from 0.
+        turn: assistant turn in which they part, from 1.
+        trained: what training has there.
+        seen: what inference has there.
+    """
+
+    example: int
+    turn: int
+    trained: str
+    seen: str
+
+    def sentence(self) -> str:
+        """The difference in one line."""
+        return (
+            f"conversation {self.example}, assistant turn {self.turn}: trained on {self.trained!r}, "
+            f"at inference {self.seen!r}"
+        )
+
+
+def conversations_of(rows: Iterable[Mapping[str, Any]]) -> list[tuple[Messages, dict[str, Any]]]:
+    """Messages and template arguments of the first rows; rows that are not conversations are left out.
+
+    A prompt-completion row becomes one conversation. `tools` travel with the arguments, as TRL's tokenization has it.
+    """
+    found: list[tuple[Messages, dict[str, Any]]] = []
+    for row in islice(rows, SAMPLE_ROWS):
+        if isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list):
+            messages: Any = [*row["prompt"], *row["completion"]]
+        else:
+            messages = row.get("messages") or row.get("conversations")
+        if not isinstance(messages, list) or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+            continue
+        arguments = dict(row.get("chat_template_kwargs") or {})
+        if row.get("tools"):
+            arguments["tools"] = _tools(row["tools"])
+        found.append((messages, arguments))
+    return found
+
+
+def refuse_reasoning_line(conversations: Sequence[tuple[Messages, dict[str, Any]]], render: Render) -> None:
+    """Refuse a template that writes a line on reasoning effort into conversations whose owner did not ask for one.
+
+    Qwen3.8's does unless told otherwise: 42 tokens in front of every conversation (3.3 % of ultrachat_200k), which
+    teach a model to answer without thinking under an instruction to think hard.
+
+    Raises:
+        ConfigurationError: the line is there, and neither `enable_thinking` nor `reasoning_effort` was given.
+    """
+    for messages, arguments in conversations:
+        if {"enable_thinking", "reasoning_effort"} & set(arguments):
+            continue
+        if any(_REASONING_LINE in str(message.get("content")) for message in messages):
+            continue
+        text = render(messages, **arguments)
+        if _REASONING_LINE in text:
+            line = text[text.index(_REASONING_LINE) :].split("\n")[0].split("<|")[0]
+            raise ConfigurationError(
+                "the chat template writes a line on reasoning effort into every conversation",
+                evidence=(f"{line[: 2 * _SHOWN_CHARACTERS]!r}",),
+                mend='chat_template_kwargs={"enable_thinking": False}',
+                regardless='chat_template_kwargs={"reasoning_effort": "xhigh"} says that you want it',
+            )
+
+
+def refuse_filled_arguments(conversations: Sequence[tuple[Messages, dict[str, Any]]]) -> None:
+    """Refuse tool calls whose arguments a data set has filled up with None.
+
+    Arrow gives all rows of a column the same fields, so a call of one function gets the parameters of every other, and
+    templates write them out: the model learns to call functions with parameters that are null.
+
+    Raises:
+        DatasetError: a call has an argument without a value.
+    """
+    calls = [call for messages, _ in conversations for message in messages for call in message.get("tool_calls") or ()]
+    arguments = [(call.get("function") or call).get("arguments") for call in calls]
+    filled = [given for given in arguments if isinstance(given, Mapping) and None in given.values()]
+    if filled:
+        empty = [name for name, value in filled[0].items() if value is None]
+        raise DatasetError(
+            f"{len(filled)} of {len(calls)} tool calls have arguments without a value",
+            evidence=(
+                f"the first: {', '.join(map(repr, empty[:5]))}",
+                "Arrow fills a call with the parameters of all other functions, and templates write them out as null",
+            ),
+            mend='Dataset.from_list(rows, on_mixed_types="use_json") keeps each call as it is',
+            regardless='template_check="warn"',
+        )
+
+
+def rendering_differences(
+    conversations: Sequence[tuple[Messages, dict[str, Any]]], train: Render, infer: Render
+) -> list[TurnDifference]:
+    """Compare what is trained on with what the model will see, up to each assistant turn.
+
+    Args:
+        conversations: see `conversations_of`.
+        train: renders as training does (TRL may use a template of its own, with markers for assistant turns).
+        infer: renders with the tokenizer's own template.
+
+    Returns:
+        At most one difference a conversation, the first: a prompt that is no prefix of the text trained on, or text
+        that only the template puts between prompt and answer, so that training has it and inference does not.
+    """
+    found = []
+    for example, (messages, arguments) in enumerate(conversations):
+        difference = _difference(example, messages, arguments, train, infer)
+        if difference is not None:
+            found.append(difference)
+    return found
+
+
+def judge_differences(differences: Sequence[TurnDifference], checked: int, *, prompts: bool) -> str | None:
+    """What to say about differences: None where there are none.
+
+    Args:
+        differences: of `rendering_differences`.
+        checked: conversations looked at.
+        prompts: the data are prompts and completions, where the completion is found as what follows the prompt: a
+            prompt that is no prefix makes the mask wrong.
+
+    Returns:
+        The warning, where training may go on.
+
+    Raises:
+        DatasetError: more than 1 % of prompts differ.
+    """
+    if not differences:
+        return None
+    what = f"{len(differences)} of {checked} conversations are trained on in another form than the model will see them"
+    if prompts and len(differences) > _TOLERATED_SHARE * checked:
+        raise DatasetError(
+            what,
+            evidence=(differences[0].sentence(), "completions are masked by where the prompt ends"),
+            mend='make both renders agree, e.g. chat_template_kwargs={"enable_thinking": False}',
+            regardless='template_check="warn"',
+        )
+    return f"{what}. {differences[0].sentence()}"
+
+
+def generation_prompt_spans(
+    messages: Messages, arguments: Mapping[str, Any], train: Render, infer: Render
+) -> list[tuple[int, int]]:
+    """Character spans of the text trained on that the prompt supplies at inference, one an assistant turn.
+
+    From the end of the messages before the turn to the end of the generation prompt; a turn whose prompt is no prefix
+    of the text has none.
+    """
+    text = train(messages, **arguments)
+    spans = []
+    for turn in _assistant_turns(messages):
+        before, prompt = _rendered(train, messages[:turn], arguments), _prompt(infer, messages[:turn], arguments)
+        if prompt is not None and text.startswith(prompt):
+            spans.append((len(before) if before is not None and prompt.startswith(before) else 0, len(prompt)))
+    return spans
+
+
+def _difference(
+    example: int, messages: Messages, arguments: Mapping[str, Any], train: Render, infer: Render
+) -> TurnDifference | None:
+    text = train(messages, **arguments)
+    turns = _assistant_turns(messages)
+    for number, turn in enumerate(turns, start=1):
+        prompt = _prompt(infer, messages[:turn], arguments)
+        if prompt is None:
+            continue
+        if not text.startswith(prompt):
+            at = next((i for i, (a, b) in enumerate(zip(text, prompt, strict=False)) if a != b), len(text))
+            ends = (_rendered(train, messages[: other + 1], arguments) for other in turns[: number - 1])
+            parted = next((i for i, end in enumerate(ends, start=1) if end is not None and at < len(end)), number)
+            return TurnDifference(example, parted, _shown(text, at), _shown(prompt, at))
+        added = _added_before_answer(text[len(prompt) :], messages[turn])
+        if added:
+            return TurnDifference(example, number, added[:_SHOWN_CHARACTERS], "")
+    return None
+
+
+def _added_before_answer(rest: str, message: Mapping[str, Any]) -> str:
+    """What the template alone put in front of an answer."""
+    content = message.get("content")
+    if not isinstance(content, str) or not content.strip() or message.get("reasoning_content"):
+        return ""
+    at = rest.find(content.strip())
+    return rest[:at].strip() if at > 0 else ""
+
+
+def _assistant_turns(messages: Messages) -> list[int]:
+    return [index for index, message in enumerate(messages) if message["role"] == "assistant" and index]
+
+
+def _prompt(infer: Render, messages: Messages, arguments: Mapping[str, Any]) -> str | None:
+    return _rendered(infer, messages, {**arguments, "add_generation_prompt": True})
+
+
+def _rendered(render: Render, messages: Messages, arguments: Mapping[str, Any]) -> str | None:
+    """The text, or None for a beginning that the template refuses (a system message alone, for example)."""
+    from jinja2 import TemplateError
+
+    try:
+        return render(messages, **arguments)
+    except TemplateError:
+        return None
+
+
+def _shown(text: str, at: int) -> str:
+    return text[max(0, at - 10) : at + _SHOWN_CHARACTERS]
+
+
+def _tools(tools: Any) -> Any:
+    import json
+
+    return json.loads(tools) if isinstance(tools, str) else tools

@@ -1,0 +1,180 @@
+"""Chat templates and masks of one dataset: looked at before tokenization, applied and reported after it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+
+from hf_speedkit.core.document_records import DocumentReport
+from hf_speedkit.core.errors import DatasetError, SpeedkitError
+from hf_speedkit.packing.boundaries import IGNORE_INDEX
+from hf_speedkit.trainer.conversation_checks import (
+    SAMPLE_ROWS,
+    Messages,
+    conversations_of,
+    generation_prompt_spans,
+    judge_differences,
+    refuse_filled_arguments,
+    refuse_reasoning_line,
+    rendering_differences,
+)
+
+logger = logging.getLogger(__name__)
+
+_SHOWN_TOKENS = 120
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateChecks:
+    """The checks of one dataset.
+
+    Args:
+        tokenizer: with its own chat template, which inference uses.
+        training_template: what TRL trains with instead, if anything.
+        mode: "strict" refuses, "warn" says so and goes on, "off" looks at nothing.
+        exclude_generation_prompt: take tokens that the prompt supplies at inference out of the targets.
+    """
+
+    tokenizer: Any
+    training_template: str | None
+    mode: str
+    exclude_generation_prompt: bool
+
+    def before(self, dataset: Dataset | IterableDataset, name: str) -> None:
+        """Look at the first conversations as they will be rendered.
+
+        Raises:
+            ConfigurationError, DatasetError: see conversation_checks; only in strict mode.
+        """
+        if self.mode == "off" or not self._can_render(dataset):
+            return
+        sample = dataset.take(SAMPLE_ROWS) if isinstance(dataset, IterableDataset) else _first(dataset, SAMPLE_ROWS)
+        conversations = conversations_of(sample)
+        prompts = "prompt" in (dataset.column_names or ())
+        self._refuse(lambda: refuse_reasoning_line(conversations, self._infer), name)
+        self._refuse(lambda: refuse_filled_arguments(conversations), name)
+        differences = rendering_differences(conversations, self._train, self._infer)
+        warning = self._refuse(lambda: judge_differences(differences, len(conversations), prompts=prompts), name)
+        if warning:
+            logger.warning("%s documents: %s", name, warning)
+
+    def after(self, dataset: Dataset | IterableDataset, name: str, **map_arguments: Any) -> Dataset | IterableDataset:
+        """Take the tokens of generation prompts out of the targets, where that was asked for.
+
+        Args:
+            dataset: tokenized by TRL, its messages still there.
+            name: "train" or the name of an evaluation set, for the log.
+            map_arguments: handed to `Dataset.map`.
+        """
+        if not self.exclude_generation_prompt or "messages" not in (dataset.column_names or ()):
+            return dataset
+        if isinstance(dataset, IterableDataset):
+            return dataset.map(self.without_generation_prompt)
+        dataset = dataset.map(self.without_generation_prompt, desc="Masking generation prompts", **map_arguments)
+        excluded = sum(dataset["generation_prompt_tokens"])
+        logger.info("%s documents: %s tokens of generation prompts are no targets", name, f"{excluded:,}")
+        return dataset
+
+    def without_generation_prompt(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Labels of one row with -100 where the prompt supplies the token at inference, and how many those are."""
+        labels = list(row["labels"])
+        conversations = conversations_of([row])
+        if not conversations:
+            return {"labels": labels, "generation_prompt_tokens": 0}
+        messages, arguments = conversations[0]
+        text = self._train(messages, **arguments)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        if list(encoded["input_ids"]) != list(row["input_ids"]):
+            raise DatasetError(
+                "generation prompts cannot be found: tokens do not come from the rendered conversation",
+                mend="exclude_generation_prompt=False",
+            )
+        spans = generation_prompt_spans(messages, arguments, self._train, self._infer)
+        excluded = 0
+        for at, (start, stop) in enumerate(encoded["offset_mapping"]):
+            if labels[at] != IGNORE_INDEX and any(first <= start and stop <= last for first, last in spans):
+                labels[at] = IGNORE_INDEX
+                excluded += 1
+        return {"labels": labels, "generation_prompt_tokens": excluded}
+
+    def _refuse(self, check: Any, name: str) -> Any:
+        try:
+            return check()
+        except SpeedkitError as error:
+            if self.mode == "strict":
+                raise
+            logger.warning("%s documents: %s", name, error)
+            return None
+
+    def _can_render(self, dataset: Dataset | IterableDataset) -> bool:
+        columns = dataset.column_names or ()
+        return "input_ids" not in columns and bool(getattr(self.tokenizer, "chat_template", None))
+
+    def _train(self, messages: Messages, **arguments: Any) -> str:
+        return self._render(messages, chat_template=self.training_template, **arguments)
+
+    def _infer(self, messages: Messages, **arguments: Any) -> str:
+        return self._render(messages, **arguments)
+
+    def _render(self, messages: Messages, **arguments: Any) -> str:
+        text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+        return text
+
+
+def check_mask(report: DocumentReport, *, masked: bool, name: str) -> None:
+    """Refuse a mask that masks nothing. One that masks everything leaves no documents, which `documents` refuses.
+
+    Args:
+        report: of the dataset after tokenization.
+        masked: completion-only or assistant-only loss was asked for.
+        name: of the dataset, for the message.
+
+    Raises:
+        DatasetError: every token that can be a target is one.
+    """
+    if masked and report.target_tokens == report.real_tokens - report.documents:
+        raise DatasetError(
+            f"a mask was asked for and 100 % of the {name} dataset's tokens are targets",
+            evidence=(f"{report.target_tokens:,} targets in {report.documents:,} documents",),
+            mend="check the template's assistant markers, or set assistant_only_loss and completion_only_loss to False",
+        )
+
+
+def marked_example(input_ids: Sequence[int], labels: Sequence[int], tokenizer: Any) -> str:
+    """The text of a document with its targets in double square brackets, cut to a readable length.
+
+    The first token of a document is never a target, whatever its label says.
+    """
+    target = [label != IGNORE_INDEX and at > 0 for at, label in enumerate(labels)]
+    parts: list[str] = []
+    start = 0
+    for at in range(1, len(input_ids) + 1):
+        if at == len(input_ids) or target[at] != target[start]:
+            text = _cut(tokenizer, list(input_ids[start:at]))
+            parts.append(f"[[{text}]]" if target[start] else text)
+            start = at
+    return "".join(parts)
+
+
+def log_example(rows: Any, tokenizer: Any, name: str) -> None:
+    """Log the first document with its targets marked, once a dataset."""
+    row = next(islice(iter(rows), 1), None)
+    if row is not None:
+        shown = marked_example(list(row["input_ids"]), list(row.get("labels") or row["input_ids"]), tokenizer)
+        logger.info("%s example, targets in [[ ]]: %s", name, shown)
+
+
+def _cut(tokenizer: Any, ids: list[int]) -> str:
+    if len(ids) <= _SHOWN_TOKENS:
+        return str(tokenizer.decode(ids))
+    half = _SHOWN_TOKENS // 2
+    return f"{tokenizer.decode(ids[:half])} ... ({len(ids) - 2 * half:,} tokens) ... {tokenizer.decode(ids[-half:])}"
+
+
+def _first(dataset: Dataset, rows: int) -> Any:
+    return dataset.select(range(min(rows, len(dataset))))
