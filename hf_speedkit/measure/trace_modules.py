@@ -189,7 +189,7 @@ def _add_backward(
                 break
 
 
-_LEVELS = 64
+_LEVELS = 32
 """Modules around an operator that are followed outwards."""
 
 

@@ -118,6 +118,10 @@ class TraceCallback(TrainerCallback):  # type: ignore[misc]
             self._say(f"no trace of {_named(session)}: training ended before it ({reason})")
         if self._rank != 0 and not self._all_ranks:
             return
+        for path in self.files if self._rank == 0 else ():
+            with self._reporting(f"{path.name} was written but could not be read"):
+                for line in _read(path):
+                    self._say(line)
         for message in self.messages:
             logger.warning("%s", message)  # warnings are what everyone sees: Python hides less by default
 
@@ -328,6 +332,14 @@ def _written(path: Path, session: range, partial: str | None) -> str:
     if size > SIZE_LIMIT_BYTES:
         message += f"; over {SIZE_LIMIT_BYTES >> 20} MiB: trace one step, without stacks, or cut it with trim_trace"
     return f"{message}; read it: hf-speedkit trace {path}"
+
+
+def _read(path: Path) -> tuple[str, ...]:
+    """Verdict and largest rows, at the end of training; a file over the size limit is left to the command line."""
+    from hf_speedkit.core.trace_brief import brief
+    from hf_speedkit.measure.trace import summarize_trace
+
+    return brief(summarize_trace(path)) if path.stat().st_size <= SIZE_LIMIT_BYTES else ()
 
 
 def _first_line(error: BaseException) -> str:

@@ -10,6 +10,7 @@ from trace_files import TraceFile, small_trace
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.core.kernel_groups import GROUPS, blocks_host, builds_masks, kernel_group, loads_data, starts_work
 from hf_speedkit.core.printable import printable
+from hf_speedkit.core.trace_brief import brief
 from hf_speedkit.core.trace_compare import METRICS, compare_traces, gate_metrics, parse_gate, trace_metrics
 from hf_speedkit.core.trace_ranks import compare_ranks, slowest_rank
 from hf_speedkit.core.trace_records import TraceSummary
@@ -46,6 +47,14 @@ def test_what_changed_is_per_step_and_largest_first(tmp_path):
     assert sizes == sorted(sizes, reverse=True)
     groups = {change.name: change.difference for change in comparison.groups}
     assert groups == {"norm": 9_000, "element-wise": -27_000}
+
+
+def test_a_trace_in_three_lines_for_a_log(tmp_path):
+    verdict, operations, kernels = brief(read(tmp_path, small_trace().op("\x1b[31mred", 950, 1)))
+    assert verdict.startswith("verdict: ")
+    assert operations.startswith("CPU operations: aten::item 1 x, 200.0 us; aten::addmm")
+    assert "\x1b" not in operations
+    assert kernels == "kernels: ampere_sgemm_32x32 1 x, 300.0 us; Memcpy DtoH (Device -> Pinned) 1 x, 10.0 us"
 
 
 def test_a_trace_compared_with_itself_shows_nothing(tmp_path):
