@@ -95,7 +95,10 @@ def train(rank, port, directory, queue):
             "documents": gather_over_ranks(mean_of_documents(rank), torch.device("cpu")),
         }
     )
-    torch.distributed.destroy_process_group()
+    torch.distributed.barrier()
+    # Leave without tearing down: torch 2.13 destroys DDP's reducer, and with it the gloo group, while it holds the GIL
+    # that a gloo thread is waiting for: one of the first five runs of this test never ended.
+    os._exit(0)
 
 
 @pytest.fixture(scope="module")
