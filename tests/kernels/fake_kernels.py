@@ -15,7 +15,7 @@ import transformers
 import transformers.models.qwen3_5.modeling_qwen3_5  # now, while no fake is on the path: it binds for good
 from kernel_models import COMMON, DELTA_NET
 
-PACKAGES = ("fla", "causal_conv1d")
+PACKAGES = ("fla", "causal_conv1d", "liger_kernel")
 
 # Heavy imports stay inside the functions: importing a fake once more in another process must not cost a torch import.
 RIGHT_RULE = """
@@ -58,6 +58,18 @@ def write_fakes(root: Path, *, fla=None, kda="", convolution=None):
         (root / "causal_conv1d").mkdir()
         (root / "causal_conv1d" / "__init__.py").write_text(textwrap.dedent(convolution))
         _metadata(root, "causal-conv1d", "1.7.0")
+
+
+def write_modules(root: Path, **modules):
+    """Further modules of fakes: `fla__modules__norm="..."` becomes fla/modules/norm.py, packages as needed."""
+    for name, text in modules.items():
+        *folders, last = name.split("__")
+        folder = root
+        for part in folders:
+            folder /= part
+            folder.mkdir(exist_ok=True)
+            (folder / "__init__.py").touch()
+        (folder / f"{last}.py").write_text(textwrap.dedent(text))
 
 
 def model_bound_to(root: Path, monkeypatch):

@@ -1,0 +1,92 @@
+"""Which expected kernels ran, from the names in a trace."""
+
+import pytest
+import torch
+
+from hf_speedkit.core.records import KernelCheck, KernelVerdict
+from hf_speedkit.kernels.ran import StepKernels, functions_that_ran, never_ran
+
+
+def check(function, evidence, verdict=KernelVerdict.FUSED):
+    return KernelCheck(function=function, verdict=verdict, layer="L", layers=1, layers_total=1, evidence=evidence)
+
+
+CASES = [
+    (
+        check("chunk_gated_delta_rule", "fla 0.6.0: fla.ops.gated_delta_rule.chunk"),
+        "chunk_gated_delta_rule_fwd_kernel_h_blockdim64",
+        "chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64",
+    ),
+    (check("chunk_gated_delta_rule", "fla 0.6.0"), "chunk_fwd_kernel_o", "kernel_kernel"),
+    (
+        check("causal_conv1d_fn", "causal_conv1d 1.7.0"),
+        "void causal_conv1d_channellast_fwd_kernel<Causal_conv1d_channellast_fwd_kernel_traits<128, 4>>(...)",
+        "void causal_conv1d_channellast_bwd_kernel<Causal_conv1d_channellast_bwd_kernel_traits<128, 4>>(...)",
+    ),
+    (check("causal_conv1d_fn", "fla 0.6.0: fla.modules"), "causal_conv1d_fwd_kernel", "causal_conv1d_bwd_kernel"),
+    (
+        check("attention", "speedkit_varlen, torch"),
+        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<256>>(Flash_fwd_params)",
+        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>(Flash_bwd_params)",
+    ),
+    (check("rms_norm", "liger_kernel 0.8.5"), "_rms_norm_forward_kernel", "_block_rms_norm_backward_kernel"),
+    (check("rms_norm", "fla 0.6.0"), "layer_norm_fwd_kernel", "layer_norm_bwd_kernel_row"),
+    (check("gated_norm", "fla 0.6.0"), "layer_norm_gated_fwd_kernel", "layer_norm_gated_bwd_kernel"),
+    (check("swiglu", "liger_kernel 0.8.5"), "_swiglu_forward_kernel", "_swiglu_backward_kernel"),
+]
+IDS = [f"{c.function}-{c.evidence.split()[0]}-{i}" for i, (c, _, _) in enumerate(CASES)]
+
+
+@pytest.mark.parametrize(("expected", "forward", "backward"), CASES, ids=IDS)
+def test_the_kernels_of_every_function_are_recognised_and_missed(expected, forward, backward):
+    others = ["ampere_bf16_s16816gemm", "void at::native::vectorized_elementwise_kernel<4>", "Memset (Device)"]
+
+    def run(*names):
+        (found,) = functions_that_ran([*others, *names], [expected])
+        return found.forward, found.backward
+
+    assert run(forward, backward) == (True, True)
+    assert run(forward) == (True, False)
+    assert run() == (False, False)
+
+
+def test_a_function_that_did_not_run_backward_is_refused_by_name():
+    checks = [CASES[0][0], CASES[2][0]]
+    runs = functions_that_ran([CASES[0][1], CASES[0][2], CASES[2][1]], checks)
+    error = never_ran(runs)
+    assert str(error).startswith("1 of 2 fused functions did not run in the first step.")
+    assert "causal_conv1d_fn   L   no backward kernel" in str(error)
+    assert never_ran(runs[:1]) is None
+
+
+def test_what_is_not_fused_or_has_no_known_names_promises_nothing():
+    checks = [check("attention", "sdpa"), check("chunk_gated_delta_rule", "fla", KernelVerdict.FALLBACK)]
+    (run,) = functions_that_ran([], checks)
+    assert (run.function, run.forward, run.backward) == ("attention", None, None)
+    assert never_ran([run]) is None
+
+
+def test_the_rule_handed_to_another_backend_is_unknown_and_not_missing():
+    (run,) = functions_that_ran(["flash_qla_chunk_kernel"], [CASES[0][0]])
+    assert (run.forward, run.backward) == (None, None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_without_a_gpu_nothing_is_collected():
+    step = StepKernels()
+    assert step.begin() is False
+    assert step.end() is None
+
+
+@pytest.mark.gpu
+def test_the_names_of_one_step_are_collected_once_and_beside_another_profiler_not_at_all():
+    step = StepKernels()
+    x = torch.randn(256, 256, device="cuda", requires_grad=True)
+    assert step.begin()
+    assert step.begin() is False
+    (x @ x).sum().backward()
+    names = step.end()
+    assert any("gemm" in name.lower() or "cutlass" in name.lower() or "nvjet" in name.lower() for name in names)
+    assert step.end() is None
+    with torch.profiler.profile():
+        assert StepKernels().begin() is False
