@@ -192,28 +192,41 @@ def _difference(
 ) -> TurnDifference | None:
     text = train(messages, **arguments)
     turns = _assistant_turns(messages)
-    for number, turn in enumerate(turns, start=1):
-        prompt = _prompt(infer, messages[:turn], arguments)
+    # What the model sees before each answer, and the conversation as a whole, which holds the last answer too.
+    seen = [_prompt(infer, messages[:turn], arguments) for turn in turns]
+    for number, (turn, prompt) in enumerate(zip(turns, seen, strict=True), start=1):
         if prompt is None:
             continue
         if not text.startswith(prompt):
-            at = next((i for i, (a, b) in enumerate(zip(text, prompt, strict=False)) if a != b), len(text))
-            ends = (_rendered(train, messages[: other + 1], arguments) for other in turns[: number - 1])
-            parted = next((i for i, end in enumerate(ends, start=1) if end is not None and at < len(end)), number)
-            return TurnDifference(example, parted, _shown(text, at), _shown(prompt, at))
+            return _parted(example, text, prompt, messages, arguments, train)
         added = _added_before_answer(text[len(prompt) :], messages[turn])
         if added:
             return TurnDifference(example, number, added[:_SHOWN_CHARACTERS], "")
+    whole = _rendered(infer, messages, arguments)
+    if whole is not None and turns and whole.strip() != text.strip():
+        return _parted(example, text, whole, messages, arguments, train)
     return None
 
 
+def _parted(
+    example: int, text: str, seen: str, messages: Messages, arguments: Mapping[str, Any], train: Render
+) -> TurnDifference:
+    """The difference at the first character that differs, with the turn that it lies in."""
+    at = next((i for i, (a, b) in enumerate(zip(text, seen, strict=False)) if a != b), min(len(text), len(seen)))
+    turns = _assistant_turns(messages)
+    ends = (_rendered(train, messages[: turn + 1], arguments) for turn in turns)
+    number = next((i for i, end in enumerate(ends, start=1) if end is not None and at < len(end)), len(turns))
+    return TurnDifference(example, number, _shown(text, at), _shown(seen, at))
+
+
 def _added_before_answer(rest: str, message: Mapping[str, Any]) -> str:
-    """What the template alone put in front of an answer."""
+    """What the template alone put in front of an answer; reasoning that the message brings is not the template's."""
     content = message.get("content")
-    if not isinstance(content, str) or not content.strip() or message.get("reasoning_content"):
+    if not isinstance(content, str) or not content.strip():
         return ""
-    at = rest.find(content.strip())
-    return rest[:at].strip() if at > 0 else ""
+    added = rest[: max(0, rest.find(content.strip()))]
+    brought = [value for key, value in message.items() if key not in {"role", "content"} and isinstance(value, str)]
+    return "" if any(value.strip() and value.strip() in added for value in brought) else added.strip()
 
 
 def _assistant_turns(messages: Messages) -> list[int]:

@@ -53,9 +53,9 @@ class TemplateChecks:
         """
         if self.mode == "off" or not self._can_render(dataset):
             return
-        sample = dataset.take(SAMPLE_ROWS) if isinstance(dataset, IterableDataset) else _first(dataset, SAMPLE_ROWS)
+        sample = list(dataset.take(SAMPLE_ROWS))
         conversations = conversations_of(sample)
-        prompts = "prompt" in (dataset.column_names or ())
+        prompts = any("prompt" in row for row in sample)
         self._refuse(lambda: refuse_reasoning_line(conversations, self._infer), name)
         self._refuse(lambda: refuse_filled_arguments(conversations), name)
         differences = rendering_differences(conversations, self._train, self._infer)
@@ -71,7 +71,8 @@ class TemplateChecks:
             name: "train" or the name of an evaluation set, for the log.
             map_arguments: handed to `Dataset.map`.
         """
-        if not self.exclude_generation_prompt or "messages" not in (dataset.column_names or ()):
+        columns = dataset.column_names  # None: a stream that does not know its columns
+        if not self.exclude_generation_prompt or (columns is not None and "messages" not in columns):
             return dataset
         if isinstance(dataset, IterableDataset):
             return dataset.map(self.without_generation_prompt)
@@ -165,7 +166,8 @@ def log_example(rows: Any, tokenizer: Any, name: str) -> None:
     """Log the first document with its targets marked, once a dataset."""
     row = next(islice(iter(rows), 1), None)
     if row is not None:
-        shown = marked_example(list(row["input_ids"]), list(row.get("labels") or row["input_ids"]), tokenizer)
+        labels = row["labels"] if row.get("labels") is not None else row["input_ids"]
+        shown = marked_example(list(row["input_ids"]), list(labels), tokenizer)
         logger.info("%s example, targets in [[ ]]: %s", name, shown)
 
 
@@ -174,7 +176,3 @@ def _cut(tokenizer: Any, ids: list[int]) -> str:
         return str(tokenizer.decode(ids))
     half = _SHOWN_TOKENS // 2
     return f"{tokenizer.decode(ids[:half])} ... ({len(ids) - 2 * half:,} tokens) ... {tokenizer.decode(ids[-half:])}"
-
-
-def _first(dataset: Dataset, rows: int) -> Any:
-    return dataset.select(range(min(rows, len(dataset))))
