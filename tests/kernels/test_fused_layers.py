@@ -195,7 +195,7 @@ def test_the_references_take_what_is_left(model_with):
 @pytest.mark.parametrize(
     ("family", "centred"), [("qwen3_5", True), ("qwen3_next", True), ("llama", False), ("olmo_hybrid", False)]
 )
-def test_v41_the_kind_of_norm_is_read_from_what_its_forward_does(family, centred):
+def test_the_kind_of_norm_is_read_from_what_its_forward_does(family, centred):
     """liger's plain RMSNorm is wrong for Qwen3.5, whose norms multiply by 1 + weight."""
     norms = [module for module in tiny_model(family).modules() if part_of(module) == "rms_norm"]
     assert {multiplies_by_one_plus_weight(norm) for norm in norms} == {centred}

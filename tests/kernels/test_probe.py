@@ -6,9 +6,10 @@ from kernel_models import tiny_model
 
 from hf_speedkit.core.records import KernelVerdict
 from hf_speedkit.kernels import reference
+from hf_speedkit.kernels.attention import register, varlen_attention
 from hf_speedkit.kernels.inspection import check_kernels
 from hf_speedkit.kernels.probe import EDGE_LENGTHS, TOLERANCES, probe_function
-from hf_speedkit.kernels.probe_inputs import convolution_example, delta_rule_example
+from hf_speedkit.kernels.probe_inputs import batch_keys, convolution_example, delta_rule_example
 
 CPU = torch.device("cpu")
 QWEN_27B = (16, 48, 128, 128)
@@ -103,31 +104,144 @@ def test_checks_that_are_not_fused_are_not_run():
     assert check_kernels(model, probe=True) == check_kernels(model)
 
 
-@pytest.mark.gpu
-def test_the_bound_kernels_of_a_real_model_pass_on_this_gpu():
-    model = tiny_model("qwen3_5", linear_key_head_dim=128, linear_value_head_dim=128).to("cuda", torch.bfloat16)
-    found = {check.function: check for check in check_kernels(model, probe=True)}
-    for function in ("chunk_gated_delta_rule", "causal_conv1d_fn"):
-        if found[function].verdict is KernelVerdict.FALLBACK:
-            pytest.skip(str(found[function].reason))
-        assert found[function].verdict is KernelVerdict.FUSED, found[function]
+def test_on_a_long_row_only_the_first_documents_and_some_heads_are_compared_but_all_of_it_runs():
+    shapes = []
+
+    def look(q, k, v, **kwargs):
+        shapes.append((q.shape, v.shape, kwargs["cu_seqlens"].tolist()[-2:]))
+        return reference.chunk_gated_delta_rule(q, k, v, **kwargs)
+
+    def example(lengths, seed):
+        return delta_rule_example(lengths, sizes=(6, 12, 8, 8), device=CPU, dtype=torch.float32, seed=seed, slots=1_000)
+
+    assert probe_function(look, example).verdict is KernelVerdict.FUSED
+    assert set(map(str, shapes)) == {str((torch.Size([1, 1000, 6, 8]), torch.Size([1, 1000, 12, 8]), [707, 1000]))}
+    row = example(EDGE_LENGTHS, 0)
+    output, gradients = row.reference()
+    assert output.shape == (1, 707, 4, 8)
+    assert gradients["q"].shape == (1, 707, 2 * 8)
 
 
-@pytest.mark.gpu
-def test_the_references_give_the_same_on_this_gpu():
-    device = torch.device("cuda")
-    for function, examples in (
-        (
-            reference.chunk_gated_delta_rule,
-            lambda lengths, seed: delta_rule_example(
-                lengths, sizes=QWEN_27B, device=device, dtype=torch.bfloat16, seed=seed
-            ),
-        ),
-        (
-            reference.causal_conv1d_fn,
-            lambda lengths, seed: convolution_example(
-                lengths, channels=1024, width=4, activation="silu", device=device, dtype=torch.bfloat16, seed=seed
-            ),
-        ),
-    ):
-        assert probe_function(function, examples).verdict is KernelVerdict.FUSED
+def test_what_nobody_compares_must_still_be_finite():
+    def tail_is_nan(x, weight, bias, **kwargs):
+        output = reference.causal_conv1d_fn(x, weight, bias, **kwargs)
+        return torch.cat((output[..., :-1], output[..., -1:] * float("nan")), dim=-1)
+
+    def example(lengths, seed):
+        return convolution_example(
+            lengths, channels=8, width=4, activation=None, device=CPU, dtype=torch.float32, seed=seed, slots=1_000
+        )
+
+    outcome = probe_function(tail_is_nan, example)
+    assert (outcome.verdict, outcome.detail) == (KernelVerdict.BROKEN, "the output is not finite")
+
+
+@pytest.mark.parametrize("length", [1, 64, 130])
+def test_v16_a_fault_in_one_short_document_is_not_lost_in_the_row(length):
+    """A token that is 10 % wrong is 0.4 % of the row's norm, below the tolerance of bfloat16."""
+
+    def wrong(q, k, v, cu_seqlens, **kwargs):
+        output, state = reference.chunk_gated_delta_rule(q, k, v, cu_seqlens=cu_seqlens, **kwargs)
+        lengths = cu_seqlens.diff().tolist()
+        parts = [part * 1.1 if part.shape[1] == length else part for part in output.split(lengths, dim=1)]
+        return torch.cat(parts, dim=1), state
+
+    outcome = probe_function(wrong, delta_rule(torch.bfloat16))
+    assert outcome.verdict is KernelVerdict.BROKEN
+    assert outcome.detail.endswith(f"at length {length}")
+
+
+def test_v49_a_kernel_that_gives_another_answer_the_second_time_is_broken():
+    calls = []
+
+    def racing(q, k, v, **kwargs):
+        calls.append(1)
+        output, state = reference.chunk_gated_delta_rule(q, k, v, **kwargs)
+        return output * (1.0 if len(calls) == 1 else 1.2), state
+
+    outcome = probe_function(racing, delta_rule(torch.float32))
+    assert (outcome.verdict, outcome.detail) == (
+        KernelVerdict.BROKEN,
+        "two runs on the same inputs differ: a race in the kernel",
+    )
+
+
+def test_every_other_head_of_the_probe_decays_fast():
+    """Wrong gradients were reported for strong decay only (FlashQLA pull request 28)."""
+    decay = delta_rule(torch.float32)(EDGE_LENGTHS, 0).inputs["g"]
+    assert decay[..., 0::2].min() >= -0.02
+    assert decay[..., 1::2].max() <= -0.5
+    assert decay[..., 1::2].min() < -4
+
+
+def test_the_probe_hands_on_the_keys_of_a_packed_batch_and_calls_once_per_question():
+    seen = []
+
+    def look(x, weight, bias, **kwargs):
+        seen.append(kwargs)
+        return reference.causal_conv1d_fn(x, weight, bias, **kwargs)
+
+    assert probe_function(look, convolution(torch.float32)).verdict is KernelVerdict.FUSED
+    assert len(seen) == 3  # forward and backward, and the two forwards of the leak test
+    keys = seen[0]
+    assert keys["cu_seq_lens_q"].dtype == keys["chunk_indices"].dtype == keys["seq_idx"].dtype == torch.int32
+    assert keys["chunk_indices"].shape == (sum(-(-length // 64) for length in EDGE_LENGTHS), 2)
+    assert (keys["max_length_q"], keys["activation"]) == (256, "silu")
+
+
+def test_the_keys_of_the_probe_are_those_the_collator_makes():
+    from hf_speedkit.packing.collator import PackedCollator
+
+    lengths = (5, 64, 1, 130)
+    rows = [{"input_ids": list(range(length))} for length in lengths]
+    batch = PackedCollator(0, 256)(rows)
+    keys = batch_keys((0, 5, 69, 70, 200, 256), CPU)
+    for name, value in keys.items():
+        assert torch.equal(torch.as_tensor(batch[name]), torch.as_tensor(value)), name
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "llama"])
+def test_packed_attention_is_probed_at_the_sizes_of_the_layer(family):
+    model = tiny_model(family)
+    model.set_attn_implementation(register())
+    (check,) = [check for check in check_kernels(model, probe=True) if check.function == "attention"]
+    assert check.verdict is KernelVerdict.FUSED
+    assert "speedkit_varlen" in check.evidence
+    assert "ran both ways on cpu in float32, largest error" in check.evidence
+
+
+def test_an_attention_that_ignores_boundaries_is_found_by_the_probe(monkeypatch):
+    from hf_speedkit.kernels import attention
+
+    def whole_row(query, key, value, *rest):
+        return reference.causal_attention(None, query, key, value, None, scaling=rest[4])[0][0]
+
+    monkeypatch.setattr(attention, "_by_document", whole_row)
+    model = tiny_model("llama")
+    model.set_attn_implementation(register())
+    (check,) = check_kernels(model, probe=True)
+    assert check.verdict is KernelVerdict.NO_BOUNDARIES
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_the_written_out_attention_is_torchs_own(window):
+    make = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 40, 8, generator=make) for heads in (4, 2, 2))
+    borders = torch.tensor([0, 13, 40], dtype=torch.int32)
+    found, _ = varlen_attention(
+        torch.nn.Identity(),
+        query,
+        key,
+        value,
+        None,
+        sliding_window=window,
+        cu_seq_lens_q=borders,
+        cu_seq_lens_k=borders,
+    )
+    wanted, _ = reference.causal_attention(None, query, key, value, None, sliding_window=window, cu_seq_lens_q=borders)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_sdpa_is_torchs_own_and_is_not_probed():
+    model = tiny_model("llama")
+    assert check_kernels(model, probe=True) == check_kernels(model)

@@ -1,0 +1,194 @@
+"""`hf-speedkit doctor`: on machines without a GPU, a network or working packages."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hf_speedkit.cli.doctor import NO_COMPILER, diagnose_model
+from hf_speedkit.cli.main import app
+from hf_speedkit.core.records import KernelVerdict
+from hf_speedkit.kernels.compatibility import Stack
+
+pytestmark = pytest.mark.usefixtures("kernels_tests_on_the_path")
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+
+
+@pytest.fixture(scope="module")
+def kernels_tests_on_the_path():
+    from pathlib import Path
+
+    folder = str(Path(__file__).parent.parent / "kernels")
+    sys.path.insert(0, folder)
+    yield
+    sys.path.remove(folder)
+    from fake_kernels import forget_fakes
+
+    forget_fakes()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    from kernel_models import tiny_model
+
+    tiny_model("qwen3_5").config.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def without_nvcc(monkeypatch):
+    from hf_speedkit.kernels import stack
+
+    monkeypatch.setattr(stack.shutil, "which", lambda name: None)
+    monkeypatch.setattr(
+        stack.Path, "is_file", lambda self, _real=stack.Path.is_file: "nvcc" not in str(self) and _real(self)
+    )
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["doctor", *map(str, arguments)])
+
+
+def stack(**changes):
+    versions = {"torch": "2.13.0", "transformers": "5.23.0", "fla-core": "0.6.0", "triton": "3.7.1"}
+    settings = {"capability": (9, 0), "versions": versions, "python": "3.12", "cuda": "13.0", "nvcc": False, **changes}
+    return Stack(**settings)
+
+
+@no_gpu
+@pytest.mark.parametrize("name", ["", "config.json"])
+def test_v45_a_folder_or_a_config_file_without_kernels_gives_one_line_per_function_and_exit_1(folder, name):
+    result = run(folder / name)
+    assert result.exit_code == 1
+    for text in (
+        "chunk_gated_delta_rule   FALLBACK   Qwen3_5GatedDeltaNet, 3 layers",
+        "`fla` is not installed",
+        "costs:",
+    ):
+        assert text in result.output
+    assert f'{sys.executable} -m pip install "flash-linear-attention>=0.6,<0.7"' in result.output
+    assert "something would be slow or wrong" in result.output
+
+
+def test_v52_without_nvcc_one_paragraph_says_why_and_no_command_tries_to_build(folder, without_nvcc):
+    result = run(folder)
+    assert result.exit_code == 1
+    assert result.output.count(NO_COMPILER) == 1
+    assert "causal-conv1d>=1.7" not in result.output
+
+
+def test_v48_judged_for_a_hopper_gpu_the_command_pins_triton(folder):
+    result = run(folder, "--gpu", "sm90")
+    assert result.exit_code == 1
+    if "`fla` is not installed" in result.output:
+        assert '"flash-linear-attention>=0.6,<0.7" "triton>=3.7.1"' in result.output
+
+
+def test_json_holds_the_checks_the_machine_and_the_commands(folder):
+    result = run(folder, "--json")
+    found = json.loads(result.output)
+    assert (found["family"], found["good"]) == ("qwen3_5", result.exit_code == 0)
+    assert {check["function"] for check in found["checks"]} == {
+        "causal_conv1d_fn",
+        "chunk_gated_delta_rule",
+        "attention",
+    }
+    assert "torch" in found["environment"]["packages"]
+    assert found["commands"] or found["good"]
+
+
+def test_a_model_that_needs_no_package_is_good_and_exits_0(tmp_path):
+    from kernel_models import tiny_model
+
+    tiny_model("llama").config.save_pretrained(tmp_path)
+    result = run(tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "speedkit_varlen" in result.output
+    assert result.output.rstrip().endswith("good")
+
+
+def test_a_hub_id_is_looked_up_in_the_local_cache_only(tmp_path, monkeypatch):
+    result = run("nobody/has-this-model")
+    assert result.exit_code == 2
+    assert "not in the local cache" in " ".join(result.output.replace("│", " ").split())
+    assert "hf download nobody/has-this-model config.json" in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--gpu", "hopper"], "sm90"),
+        pytest.param(["--probe"], "no GPU", marks=no_gpu),
+        (["--nonsense"], "No such option"),
+    ],
+)
+def test_wrong_use_exits_2(folder, arguments, says):
+    result = run(folder, *arguments)
+    assert result.exit_code == 2
+    assert says in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("content", ["{", '{"model_type": "no_such_type"}', "[]"])
+def test_a_config_that_cannot_be_read_exits_2(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    assert run(tmp_path).exit_code == 2
+
+
+def test_a_folder_without_a_config_exits_2(tmp_path):
+    result = run(tmp_path)
+    assert result.exit_code == 2
+    assert "no config.json" in result.output
+
+
+def test_v50_broken_packages_on_the_path_are_named_and_exit_1_within_a_minute(folder, tmp_path, monkeypatch):
+    from fake_kernels import write_fakes
+
+    write_fakes(tmp_path, fla="import os; os.abort()", convolution='raise ImportError("undefined symbol: _ZN3c10")')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    began = time.perf_counter()
+    result = run(folder)
+    assert time.perf_counter() - began < 60
+    assert result.exit_code == 1
+    assert "SIGABRT" in result.output
+    assert "undefined symbol: _ZN3c10" in result.output
+
+
+def test_everything_there_is_good_and_a_blocked_combination_is_not(folder, tmp_path, monkeypatch):
+    from fake_kernels import write_fakes
+    from transformers import AutoConfig
+
+    write_fakes(tmp_path, fla="def chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=None): ...")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = AutoConfig.from_pretrained(folder)
+    assert diagnose_model("m", config, stack=stack(), slots=8192).good
+    blocked = stack(versions={"fla-core": "0.6.0", "triton": "3.6.0"})
+    diagnosis = diagnose_model("m", config, stack=blocked, slots=8192, probe=True)
+    rule = next(check for check in diagnosis.checks if check.function == "chunk_gated_delta_rule")
+    assert (diagnosis.good, rule.verdict) == (False, KernelVerdict.BLOCKED)
+    assert diagnosis.commands == ('pip install "triton>=3.7.1"',)
+
+
+def test_a_probe_runs_the_layers_without_their_weights(folder):
+    """On a CPU, where only the packed attention has anything to run."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    diagnosis = diagnose_model("m", config, stack=stack(capability=None), slots=8192, probe=True, device="cpu")
+    attention = next(check for check in diagnosis.checks if check.function == "attention")
+    assert attention.verdict is KernelVerdict.FUSED
+    assert "ran both ways on cpu in bfloat16" in attention.evidence
+    assert not diagnosis.good
+
+
+def test_help_imports_nothing_heavy():
+    script = (
+        "import sys; from typer.testing import CliRunner; from hf_speedkit.cli.main import app;"
+        "CliRunner().invoke(app, ['doctor', '--help']);"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'numpy')))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
