@@ -21,7 +21,8 @@ WRONG_USE = 2
 NO_COMPILER = (
     "causal-conv1d has no wheel on PyPI: pip builds it from source, which needs nvcc of the CUDA version that torch "
     "was built for, and this machine has no nvcc. It is not needed: with flash-linear-attention installed, "
-    "SpeedSFTTrainer puts fla's Triton convolution in its place, which needs no compiler, once the probe has shown it right on the GPU."
+    "SpeedSFTTrainer puts fla's Triton convolution in its place, which needs no compiler, once the probe has shown it "
+    "right on the GPU."
 )
 
 

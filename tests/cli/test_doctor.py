@@ -45,9 +45,8 @@ def without_nvcc(monkeypatch):
     from hf_speedkit.kernels import stack
 
     monkeypatch.setattr(stack.shutil, "which", lambda name: None)
-    monkeypatch.setattr(
-        stack.Path, "is_file", lambda self, _real=stack.Path.is_file: "nvcc" not in str(self) and _real(self)
-    )
+    is_file = stack.Path.is_file
+    monkeypatch.setattr(stack.Path, "is_file", lambda path: path.name != "nvcc" and is_file(path))
 
 
 def run(*arguments):

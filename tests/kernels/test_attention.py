@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
@@ -45,7 +47,7 @@ def test_packed_attention_gives_each_document_what_sdpa_gives_it_alone(cls, conf
     batch = packed()
     edges = batch["cu_seq_lens_q"].tolist()
     alone = torch.cat(
-        [model(batch["input_ids"][:, a:b], use_cache=False).logits for a, b in zip(edges[:-1], edges[1:], strict=True)],
+        [model(batch["input_ids"][:, a:b], use_cache=False).logits for a, b in pairwise(edges)],
         dim=1,
     )
     model.set_attn_implementation(register())
