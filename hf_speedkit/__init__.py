@@ -20,23 +20,28 @@ _HOMES = {
     "SpeedSFTTrainer": "hf_speedkit.trainer.sft",
     "SpeedkitError": "hf_speedkit.core.errors",
     "ThroughputCallback": "hf_speedkit.trainer.callbacks",
+    "TraceCallback": "hf_speedkit.trainer.callbacks",
     "assert_isolation": "hf_speedkit.packing.isolation",
     "assert_kernels": "hf_speedkit.kernels.inspection",
     "attach": "hf_speedkit.trainer.callbacks",
     "check_kernels": "hf_speedkit.kernels.inspection",
+    "diagnose": "hf_speedkit.core.diagnosis",
     "plan_packing": "hf_speedkit.packing.planner",
+    "summarize_trace": "hf_speedkit.measure.trace",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]
 
 if TYPE_CHECKING:
+    from hf_speedkit.core.diagnosis import diagnose
     from hf_speedkit.core.errors import IsolationError, KernelAssertionError, SpeedkitError
     from hf_speedkit.kernels.inspection import assert_kernels, check_kernels
+    from hf_speedkit.measure.trace import summarize_trace
     from hf_speedkit.packing.collator import PackedCollator
     from hf_speedkit.packing.isolation import assert_isolation
     from hf_speedkit.packing.planner import plan_packing
     from hf_speedkit.packing.sampler import PackedBatchSampler
-    from hf_speedkit.trainer.callbacks import KernelAssertionCallback, ThroughputCallback, attach
+    from hf_speedkit.trainer.callbacks import KernelAssertionCallback, ThroughputCallback, TraceCallback, attach
     from hf_speedkit.trainer.config import SpeedSFTConfig
     from hf_speedkit.trainer.sft import SpeedSFTTrainer
 

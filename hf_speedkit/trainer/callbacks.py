@@ -5,5 +5,6 @@ from __future__ import annotations
 from hf_speedkit.trainer.attach import attach
 from hf_speedkit.trainer.kernel_callback import KernelAssertionCallback
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback
+from hf_speedkit.trainer.trace_callback import TraceCallback
 
-__all__ = ["KernelAssertionCallback", "ThroughputCallback", "attach"]
+__all__ = ["KernelAssertionCallback", "ThroughputCallback", "TraceCallback", "attach"]
