@@ -9,6 +9,7 @@ from __future__ import annotations
 import typer
 
 from hf_speedkit.cli.doctor import doctor
+from hf_speedkit.cli.plan import plan
 from hf_speedkit.cli.trace import trace
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Packed, proven and measured fine-tuning.")
@@ -16,6 +17,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="Packed, prov
 
 app.command()(trace)
 app.command()(doctor)
+app.command()(plan)
 
 
 @app.callback(invoke_without_command=True)

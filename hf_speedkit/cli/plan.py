@@ -1,0 +1,150 @@
+"""`hf-speedkit plan`: how many batches and steps a job will have, before anyone rents a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from hf_speedkit.cli.plan_data import Documents
+
+SUBJECT_IS_BAD = 1
+WRONG_USE = 2
+
+
+def plan(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL_OR_TOKENIZER", help="Hub id or folder; its config gives the costs.")
+    ] = None,
+    dataset: Annotated[
+        str | None, typer.Argument(metavar="DATASET", help="Hub id, .json/.jsonl/.parquet/.csv file, or saved folder.")
+    ] = None,
+    lengths: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Token counts instead of DATASET: a JSON list.")
+    ] = None,
+    tokens_per_batch: Annotated[int, typer.Option(min=2, help="Slots of a row.")] = 8192,
+    ranks: Annotated[int, typer.Option(min=1, help="Devices that train on rows of their own.")] = 8,
+    accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches of an optimizer step.")] = 1,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the data.")] = 1,
+    split: Annotated[str, typer.Option(help="Split of DATASET.")] = "train",
+    config: Annotated[str | None, typer.Option(help="Configuration of DATASET.")] = None,
+    text_field: Annotated[str, typer.Option(help="Column of plain text.")] = "text",
+    template_kwargs: Annotated[
+        str | None, typer.Option(metavar="JSON", help="For the chat template, e.g. '{\"enable_thinking\": false}'.")
+    ] = None,
+    overlong: Annotated[
+        str, typer.Option(help="Documents longer than a row: error, split, truncate or drop.")
+    ] = "error",
+    processes: Annotated[int, typer.Option(min=1, help="Processes that tokenize.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Plan a job on a CPU: lengths, batches padded and packed, steps, and what ranks will wait for one another.
+
+    Exit 0: good. 1: the data cannot be packed as asked. 2: wrong use.
+    """
+    from hf_speedkit.cli import plan_data
+    from hf_speedkit.core.errors import SpeedkitError
+
+    if (lengths is None) == (dataset is None):
+        raise typer.BadParameter("give MODEL_OR_TOKENIZER and DATASET, or --lengths FILE.json", param_hint="DATASET")
+    arguments = _template_arguments(template_kwargs)
+    try:
+        documents = (
+            plan_data.from_file(lengths)
+            if lengths is not None
+            else plan_data.from_dataset(
+                str(model),
+                str(dataset),
+                split=split,
+                config=config,
+                text_field=text_field,
+                template_arguments=arguments,
+                processes=processes,
+            )
+        )
+    except plan_data.NotFoundError as error:
+        raise typer.BadParameter(str(error), param_hint="DATASET") from error
+    except SpeedkitError as error:
+        _refuse(error)
+    from hf_speedkit.packing.documents import OVERLONG
+
+    if overlong not in OVERLONG:
+        raise typer.BadParameter(f"one of: {', '.join(OVERLONG)}", param_hint="--overlong")
+    settings = {
+        "tokens_per_batch": tokens_per_batch,
+        "ranks": ranks,
+        "accumulation": accumulation,
+        "epochs": epochs,
+        "overlong": overlong,
+    }
+    raise typer.Exit(_report(model, documents, settings, as_json=as_json))
+
+
+def _report(model: str | None, documents: Documents, settings: dict[str, Any], *, as_json: bool) -> int:
+    from hf_speedkit.cli.plan_data import model_flops_of
+    from hf_speedkit.cli.plan_view import print_plan
+    from hf_speedkit.core.errors import SpeedkitError
+    from hf_speedkit.packing.forecast import compare_batchings, forecast_stragglers, quadratic_per_token
+
+    slots = settings["tokens_per_batch"]
+    kept, fits = documents.fitted(slots, settings["overlong"])
+    result: dict[str, Any] = {
+        "settings": settings,
+        "documents": documents.summary(slots),
+        "findings": list(documents.findings),
+        "batchings": [],
+        "stragglers": None,
+        "error": None,
+    }
+    try:
+        if not kept:
+            from hf_speedkit.core.errors import DatasetError
+
+            raise DatasetError("there are no documents to pack", mend="check the data and its filters")
+        if not fits:
+            from hf_speedkit.packing.planner import checked_lengths
+
+            checked_lengths(documents.lengths, slots)  # raises, with the numbers
+        parallel = {"world_size": settings["ranks"], "gradient_accumulation_steps": settings["accumulation"]}
+        batchings = compare_batchings(kept, tokens_per_batch=slots, **parallel)
+        result["batchings"] = [_as_dict(way) | {"steps_in_all": way.steps * settings["epochs"]} for way in batchings]
+        flops = None if model is None else model_flops_of(model)
+        if flops is not None:
+            quadratic = quadratic_per_token(flops)
+            forecast = forecast_stragglers(kept, tokens_per_batch=slots, quadratic_per_token=quadratic, **parallel)
+            result["stragglers"] = _as_dict(forecast) | {"sentence": forecast.sentence()}
+    except SpeedkitError as error:
+        result["error"] = str(error)
+    if as_json:
+        typer.echo(json.dumps(result, indent=1, allow_nan=False))
+    else:
+        print_plan(result, documents.lengths)
+    return SUBJECT_IS_BAD if result["error"] else 0
+
+
+def _as_dict(record: Any) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(record)
+
+
+def _template_arguments(given: str | None) -> dict[str, Any]:
+    if given is None:
+        return {}
+    try:
+        arguments = json.loads(given)
+    except ValueError as error:
+        raise typer.BadParameter(f"not JSON: {error}", param_hint="--template-kwargs") from error
+    if not isinstance(arguments, dict):
+        raise typer.BadParameter("a JSON object is needed", param_hint="--template-kwargs")
+    return arguments
+
+
+def _refuse(error: Exception) -> None:
+    from hf_speedkit.core.printable import printable
+
+    typer.echo("\n".join(map(printable, str(error).splitlines())), err=True)
+    raise typer.Exit(SUBJECT_IS_BAD) from error

@@ -1,0 +1,215 @@
+"""Document lengths for `hf-speedkit plan`: from a file of counts, or from a dataset that is tokenized here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_speedkit.core.errors import DatasetError, SpeedkitError
+from hf_speedkit.core.flops import ModelFlops, model_flops
+
+_LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
+_QUANTILES = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99, 1.0)
+
+
+class NotFoundError(Exception):
+    """A file, dataset or tokenizer that is not there, or that holds something else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Documents:
+    """Lengths of documents, and what there is to say about the data.
+
+    Args:
+        lengths: tokens of each document; empty ones are left out.
+        empty: how many were left out.
+        findings: sentences for the reader.
+    """
+
+    lengths: list[int]
+    empty: int = 0
+    findings: tuple[str, ...] = ()
+
+    def summary(self, tokens_per_batch: int) -> dict[str, Any]:
+        """Counts and quantiles."""
+        ranked = sorted(self.lengths)
+        longer = [length for length in ranked if length > tokens_per_batch]
+        return {
+            "documents": len(ranked),
+            "empty": self.empty,
+            "tokens": sum(ranked),
+            "mean": sum(ranked) / len(ranked) if ranked else None,
+            "quantiles": {f"{q:g}": ranked[round(q * (len(ranked) - 1))] for q in _QUANTILES} if ranked else {},
+            "overlong": len(longer),
+            "overlong_tokens_beyond": sum(longer) - len(longer) * tokens_per_batch,
+        }
+
+    def fitted(self, tokens_per_batch: int, overlong: str) -> tuple[list[int], bool]:
+        """Lengths as they would be packed, and whether all fit: False only under overlong="error"."""
+        kept: list[int] = []
+        fits = True
+        for length in self.lengths:
+            if length <= tokens_per_batch:
+                kept.append(length)
+            elif overlong == "error":
+                fits = False
+                kept.append(length)
+            elif overlong == "truncate":
+                kept.append(tokens_per_batch)
+            elif overlong == "split":
+                whole, rest = divmod(length, tokens_per_batch)
+                kept += [tokens_per_batch] * whole + [rest] * (rest > 0)
+        return kept, fits
+
+
+def from_file(path: Path) -> Documents:
+    """Lengths from a JSON list of integers, or an object with such a list under "lengths".
+
+    Raises:
+        NotFoundError: no such file, or it holds something else.
+    """
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise NotFoundError(f"{path} cannot be read as JSON: {error}") from error
+    counts = read.get("lengths") if isinstance(read, Mapping) else read
+    if not isinstance(counts, list) or not all(isinstance(c, int) and not isinstance(c, bool) for c in counts):
+        raise NotFoundError(f"{path} holds no list of token counts")
+    return _documents(counts)
+
+
+def from_dataset(
+    model: str,
+    dataset: str,
+    *,
+    split: str,
+    config: str | None,
+    text_field: str,
+    template_arguments: Mapping[str, Any],
+    processes: int,
+) -> Documents:
+    """Lengths of a dataset's documents; datasets shows a progress bar and keeps the result in its cache.
+
+    Args:
+        model: hub id or folder of the tokenizer; not read where the dataset is tokenized already.
+        dataset: hub id, file, or folder written by `save_to_disk`.
+        split, config: as for `datasets.load_dataset`.
+        text_field: column of plain text.
+        template_arguments: for the chat template.
+        processes: that tokenize.
+
+    Raises:
+        NotFoundError: a dataset or tokenizer that cannot be loaded.
+        DatasetError: no column to count, or a template that writes a line nobody asked for is reported as a finding.
+    """
+    from hf_speedkit.packing.documents import document_lengths
+
+    loaded = _load(dataset, split, config)
+    if "input_ids" in loaded.column_names:
+        return _documents(document_lengths(loaded).tolist())
+    tokenizer = _tokenizer(model)
+    findings = _findings(loaded, tokenizer, template_arguments)
+    counted = loaded.map(
+        count_tokens,
+        fn_kwargs={"tokenizer": tokenizer, "text_field": text_field, "template_arguments": dict(template_arguments)},
+        remove_columns=loaded.column_names,
+        num_proc=processes if processes > 1 else None,
+        desc="Tokenizing",
+    )
+    return _documents(counted["tokens"][:], findings)
+
+
+def count_tokens(
+    row: Mapping[str, Any], tokenizer: Any, text_field: str, template_arguments: Mapping[str, Any]
+) -> dict[str, int]:
+    """Tokens of one row as TRL would tokenize it: conversation, prompt and completion, or text with an end.
+
+    Raises:
+        DatasetError: none of these columns.
+    """
+    messages = row.get("messages") or row.get("conversations")
+    if row.get("prompt") is not None and row.get("completion") is not None:
+        if not isinstance(row["prompt"], list):
+            return {"tokens": len(tokenizer(row["prompt"] + _ended(row["completion"], tokenizer))["input_ids"])}
+        messages = [*row["prompt"], *row["completion"]]
+    if messages:
+        from hf_speedkit.trainer.conversation_checks import conversations_of
+
+        found = conversations_of([{**row, "messages": messages, "prompt": None}])
+        if not found:
+            raise DatasetError("a conversation is no list of messages with roles", mend="use role and content")
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **{**template_arguments, **found[0][1]})
+        return {"tokens": len(tokenizer(text, add_special_tokens=False)["input_ids"])}
+    if isinstance(row.get(text_field), str):
+        return {"tokens": len(tokenizer(_ended(row[text_field], tokenizer))["input_ids"])}
+    raise DatasetError(
+        "a row has no text to count",
+        evidence=(f"its columns: {', '.join(sorted(map(str, row)))}",),
+        mend='name the column with --text-field, or give it "messages"',
+    )
+
+
+def model_flops_of(model: str) -> ModelFlops | None:
+    """Model FLOPs by the config at `model`; None for a tokenizer alone or a family without a formula."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError):
+        return None
+    return model_flops(config.to_dict())
+
+
+def _documents(counts: list[int], findings: tuple[str, ...] = ()) -> Documents:
+    lengths = [count for count in counts if count > 0]
+    return Documents(lengths=lengths, empty=len(counts) - len(lengths), findings=findings)
+
+
+def _load(dataset: str, split: str, config: str | None) -> Any:
+    from datasets import DatasetDict, load_dataset, load_from_disk
+
+    path = Path(dataset)
+    try:
+        if path.is_dir() and ((path / "state.json").is_file() or (path / "dataset_dict.json").is_file()):
+            loaded = load_from_disk(dataset)
+            return loaded[split] if isinstance(loaded, DatasetDict) else loaded
+        if path.suffix in _LOADERS:
+            if not path.is_file():
+                raise NotFoundError(f"no such file: {path}")
+            return load_dataset(_LOADERS[path.suffix], data_files=str(path), split="train")
+        return load_dataset(dataset, config, split=split)
+    except (OSError, ValueError, KeyError) as error:
+        raise NotFoundError(f"dataset {dataset!r} cannot be loaded: {error}") from error
+
+
+def _tokenizer(model: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise NotFoundError(f"tokenizer {model!r} cannot be loaded: {error}") from error
+
+
+def _findings(loaded: Any, tokenizer: Any, template_arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    from hf_speedkit.trainer.conversation_checks import conversations_of, refuse_reasoning_line
+
+    def render(messages: Any, **arguments: Any) -> str:
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+        return text
+
+    if not getattr(tokenizer, "chat_template", None):
+        return ()
+    sample = [(messages, {**template_arguments, **own}) for messages, own in conversations_of(loaded.take(100))]
+    try:
+        refuse_reasoning_line(sample, render)
+    except SpeedkitError as error:
+        return (f"{error.what}; --template-kwargs '{{\"enable_thinking\": false}}' leaves it out",)
+    return ()
+
+
+def _ended(text: str, tokenizer: Any) -> str:
+    return text if not tokenizer.eos_token or text.endswith(tokenizer.eos_token) else text + tokenizer.eos_token

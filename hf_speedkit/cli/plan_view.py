@@ -1,0 +1,94 @@
+"""How a plan looks in a terminal. Renders; computes nothing but where a length falls in the plot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hf_speedkit.core.printable import printable
+
+_BINS = 16
+_BAR = 40
+
+
+def print_plan(result: Mapping[str, Any], lengths: Sequence[int]) -> None:
+    """Print the length table, the plot, the ways to batch, and what ranks wait for one another."""
+    console = Console(highlight=False, soft_wrap=True)
+    settings, documents = result["settings"], result["documents"]
+    console.print(
+        f"{documents['documents']:,} documents, {documents['tokens']:,} tokens"
+        + (f", {documents['empty']:,} empty ones left out" if documents["empty"] else "")
+    )
+    if documents["documents"]:
+        _lengths(console, documents)
+        for line in histogram(lengths):
+            console.print(Text(line))
+    if documents["overlong"]:
+        console.print(
+            f"{documents['overlong']:,} documents are longer than a row of {settings['tokens_per_batch']:,} slots "
+            f"({documents['overlong_tokens_beyond']:,} tokens beyond it); overlong={settings['overlong']}"
+        )
+    for finding in result["findings"]:
+        console.print(Text(printable(finding), style="yellow"))
+    if result["batchings"]:
+        _batchings(console, result["batchings"], settings)
+    if result["stragglers"] is not None:
+        console.print(result["stragglers"]["sentence"])
+    elif result["error"] is None:
+        console.print("waiting of ranks for one another: not known without a model config of a known family")
+    if result["error"] is not None:
+        console.print(Text("\n".join(map(printable, result["error"].splitlines())), style="bold red"))
+
+
+def histogram(lengths: Sequence[int], bins: int = _BINS) -> list[str]:
+    """Bars of document counts over lengths; bins grow by a constant factor, for lengths have heavy tails."""
+    shortest, longest = min(lengths), max(lengths)
+    span = math.log(longest / shortest)
+    if not span:
+        return [f"{longest:>9,} {'#' * _BAR} {len(lengths):,}"]
+    counts = [0] * bins
+    for length in lengths:
+        counts[min(bins - 1, int(bins * math.log(length / shortest) / span))] += 1
+    edges = [round(shortest * math.exp(span * (index + 1) / bins)) for index in range(bins)]
+    most = max(counts)
+    return [
+        f"{edge:>9,} {'#' * math.ceil(_BAR * count / most):<{_BAR}} {count:,}"
+        for edge, count in zip(edges, counts, strict=True)
+    ]
+
+
+def _lengths(console: Console, documents: Mapping[str, Any]) -> None:
+    table = Table(title="tokens per document", title_justify="left")
+    table.add_column("mean", justify="right")
+    names = {"0": "shortest", "0.5": "median", "1": "longest"}
+    for quantile in documents["quantiles"]:
+        table.add_column(names.get(quantile, f"p{100 * float(quantile):g}"), justify="right")
+    table.add_row(f"{documents['mean']:,.0f}", *(f"{value:,}" for value in documents["quantiles"].values()))
+    console.print(table)
+
+
+def _batchings(console: Console, batchings: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> None:
+    table = Table(
+        title=f"rows of {settings['tokens_per_batch']:,} slots on {settings['ranks']} ranks, "
+        f"accumulation {settings['accumulation']}",
+        title_justify="left",
+    )
+    table.add_column("batching")
+    for heading in ("batches", "fewer than 2-D", "full", "steps per epoch", f"steps in {settings['epochs']}"):
+        table.add_column(heading, justify="right")
+    padded = batchings[0]["batches"]
+    for way in batchings:
+        table.add_row(
+            way["name"],
+            f"{way['batches']:,}",
+            f"{1 - way['batches'] / padded:.1%}" if way["batches"] != padded else "-",
+            f"{way['full']:.2%}",
+            f"{way['steps']:,}",
+            f"{way['steps_in_all']:,}",
+        )
+    console.print(table)

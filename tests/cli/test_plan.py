@@ -1,0 +1,141 @@
+"""`hf-speedkit plan` from the command line."""
+
+import json
+
+import pytest
+from datasets import Dataset
+from support import tiny_tokenizer, tokenized
+from typer.testing import CliRunner
+
+from hf_speedkit.cli.main import app
+from hf_speedkit.cli.plan_view import histogram
+from hf_speedkit.packing.planner import count_padded_batches, plan_packing
+
+LENGTHS = [9, 4, 17, 2, 30, 8, 8, 21, 5, 13, 3, 28, 11, 6, 19, 2] * 20
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+
+
+@pytest.fixture
+def lengths_file(tmp_path):
+    path = tmp_path / "lengths.json"
+    path.write_text(json.dumps(LENGTHS))
+    return path
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A folder with a tokenizer and the config of a tiny Llama."""
+    from support import tiny_llama
+
+    folder = tmp_path / "model"
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content + ' <eos> ' }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    tiny_llama().config.save_pretrained(folder)
+    return folder
+
+
+def test_the_numbers_are_those_of_the_planner(lengths_file):
+    result = run("--lengths", lengths_file, "--tokens-per-batch", 32, "--ranks", 4, "--accumulation", 2, "--json")
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    padded, trl, ours = said["batchings"]
+    packs = len(plan_packing(LENGTHS, tokens_per_batch=32).packs)
+    assert padded["batches"] == count_padded_batches(LENGTHS, 32)
+    assert ours["batches"] == packs <= trl["batches"]
+    assert ours["full"] == pytest.approx(sum(LENGTHS) / (32 * packs))
+    assert ours["steps"] == -(-packs // 8)
+    assert said["documents"]["tokens"] == sum(LENGTHS)
+    assert said["documents"]["quantiles"]["1"] == 30
+    assert said["stragglers"] is None
+
+
+def test_a_table_and_a_plot_are_printed(lengths_file):
+    result = run("--lengths", lengths_file, "--tokens-per-batch", 32, "--epochs", 3)
+    assert result.exit_code == 0
+    for words in ("320 documents", "2-D padded", "TRL bfd", "hf_speedkit", "steps in 3", "###"):
+        assert words in result.output
+
+
+def test_the_histogram_counts_every_document_and_takes_equal_lengths():
+    assert sum(int(line.split()[-1].replace(",", "")) for line in histogram(LENGTHS)) == len(LENGTHS)
+    assert histogram([7, 7]) == [f"{7:>9,} {'#' * 40} 2"]
+
+
+@pytest.mark.parametrize("kind", ["messages", "text", "prompt"])
+def test_a_file_is_tokenized_as_trl_would(tmp_path, model, kind):
+    rows = {
+        "messages": {"messages": [{"role": "user", "content": "w3 w4"}, {"role": "assistant", "content": "w5"}]},
+        "text": {"text": "w3 w4 w5 w6"},
+        "prompt": {"prompt": "w3 w4 w5", "completion": " w6"},
+    }
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(json.dumps(rows[kind]) for _ in range(10)))
+    result = run(model, path, "--tokens-per-batch", 16, "--json")
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    assert said["documents"]["tokens"] == 10 * 5
+    assert said["stragglers"]["quadratic_per_token"] > 0
+
+
+def test_a_tokenized_dataset_needs_no_tokenizer(tmp_path):
+    tokenized(LENGTHS).save_to_disk(tmp_path / "saved")
+    result = run("no/such-model", tmp_path / "saved", "--tokens-per-batch", 32, "--json")
+    assert json.loads(result.stdout)["documents"]["tokens"] == sum(LENGTHS)
+
+
+def test_a_line_on_reasoning_effort_is_pointed_out(tmp_path, model):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% if enable_thinking is undefined %}{{ 'Reasoning effort is set to xhigh ' }}{% endif %}"
+        "{% for m in messages %}{{ m.content + ' ' }}{% endfor %}"
+    )
+    tokenizer.save_pretrained(model)
+    Dataset.from_list(
+        [{"messages": [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4"}]}]
+    ).to_json(tmp_path / "data.jsonl")
+    assert "--template-kwargs" in run(model, tmp_path / "data.jsonl").output
+    silent = run(model, tmp_path / "data.jsonl", "--template-kwargs", '{"enable_thinking": false}', "--json")
+    assert json.loads(silent.stdout)["findings"] == []
+
+
+@pytest.mark.parametrize(
+    ("overlong", "code", "batches"), [("error", 1, None), ("split", 0, 2), ("truncate", 0, 1), ("drop", 1, None)]
+)
+def test_documents_that_do_not_fit_make_the_subject_bad_unless_dealt_with(tmp_path, overlong, code, batches):
+    path = tmp_path / "lengths.json"
+    path.write_text('{"lengths": [60, 0]}')
+    result = run("--lengths", path, "--tokens-per-batch", 32, "--overlong", overlong, "--json")
+    assert result.exit_code == code
+    said = json.loads(result.stdout)
+    assert (said["error"] is None) is (code == 0)
+    assert said["documents"]["empty"] == 1
+    if batches:
+        assert said["batchings"][-1]["batches"] == batches
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("model", "no-such-file.jsonl"),
+        ("--lengths", "no-such-file.json"),
+        ("model", "data", "--lengths", "x.json"),
+        ("--lengths", "LENGTHS", "--overlong", "guess"),
+        ("--lengths", "LENGTHS", "--template-kwargs", "{"),
+        ("--lengths", "LENGTHS", "--tokens-per-batch", 0),
+        ("no/such-model", "no/such-dataset"),
+    ],
+)
+def test_wrong_use_is_exit_code_two(arguments, lengths_file):
+    result = run(*[lengths_file if argument == "LENGTHS" else argument for argument in arguments])
+    assert result.exit_code == 2, result.output
+
+
+def test_a_file_that_holds_something_else_is_wrong_use(tmp_path):
+    for text in ("not json", '{"a": 1}', "[1.5]"):
+        (tmp_path / "x.json").write_text(text)
+        assert run("--lengths", tmp_path / "x.json").exit_code == 2
