@@ -25,6 +25,10 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         packing_strategy: "auto" (the fuller of the next two), "fifo_close", "best_fit_decreasing" or "next_fit".
         tokens_per_batch: slots of one micro-batch on one device, a single row [1, tokens_per_batch]. None means
             max_length x per_device_train_batch_size, which is what TRL would have computed.
+        cost_window_steps: steps whose rows are sorted by cost together, so that rows of like cost run at the same time
+            on all ranks. 1 sorts inside each optimizer step, which changes no step's documents; 8 moves documents
+            between neighbouring steps and pays for long rows without accumulation. The log says what either is
+            predicted to save. None means 1.
         overlong: what to do with documents longer than a row: "error", "split", "truncate" or "drop". Whatever is
             cut or dropped is counted in the summary.
         chat_template_kwargs: passed to the chat template of every conversation, for example
@@ -40,6 +44,8 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
             sdpa or eager with a [T, T] mask and the kernel can do what the model needs; "keep" leaves it alone.
         isolation_check: prove before step 1 that packed documents do not see one another.
         throughput: log tokens per second and the parts of a step through `Trainer.log`.
+        trace_steps: optimizer steps to trace with torch.profiler, for example [20]; read the files with
+            `hf-speedkit trace FILE`.
         step_log: also write one JSON line a step to `output_dir/speedkit_steps.jsonl`.
         allow_existing_output: train into an output_dir that already holds a run.
 
@@ -62,6 +68,9 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
     tokens_per_batch: int | None = field(
         default=None,
         metadata={"help": "Slots of one micro-batch. Default: max_length x per_device_train_batch_size."},
+    )
+    cost_window_steps: int | None = field(
+        default=None, metadata={"help": "Steps whose rows are sorted by cost together. Default: 1; the log advises."}
     )
     overlong: str = field(
         default="error",
@@ -97,6 +106,9 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         metadata={"help": "Prove before step 1 that packed documents do not see one another."},
     )
     throughput: bool = field(default=True, metadata={"help": "Log tokens per second and the parts of a step."})
+    trace_steps: list[int] | None = field(
+        default=None, metadata={"help": "Optimizer steps to trace; read the files with hf-speedkit trace."}
+    )
     step_log: bool = field(default=True, metadata={"help": "Write one JSON line a step into output_dir."})
     allow_existing_output: bool = field(
         default=False, metadata={"help": "Train into an output_dir that already holds a run."}
@@ -166,6 +178,10 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
                 f"per_device_eval_batch_size={self.per_device_eval_batch_size} with packing",
                 evidence=("a forward pass takes one row of tokens_per_batch slots; more rows would be a new shape",),
                 mend="per_device_eval_batch_size=1 (or eval_packing=False to evaluate on padded batches)",
+            )
+        if self.cost_window_steps is not None and self.cost_window_steps < 1:
+            raise ConfigurationError(
+                f"cost_window_steps={self.cost_window_steps} is no number of steps", mend="set it to 1, or to 8"
             )
         if self.auto_find_batch_size:
             raise ConfigurationError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,11 @@ from hf_speedkit.trainer.packed_layers import packed_layers, padded_attention
 from hf_speedkit.trainer.progress import CompactProgress
 from hf_speedkit.trainer.sinks import JsonlSink
 from hf_speedkit.trainer.startup import StartupProof
+from hf_speedkit.trainer.stragglers import log_stragglers
 from hf_speedkit.trainer.streaming import StreamCheckpoint, StreamedBatches
 from hf_speedkit.trainer.templates import TemplateChecks, check_mask, log_example
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback
+from hf_speedkit.trainer.trace_callback import TraceCallback
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +119,8 @@ class SpeedSFTTrainer(StreamedBatches):
             self.add_callback(CompactProgress())
         if self.stream is not None:
             self.add_callback(StreamCheckpoint(self))
-        attach(self, *(callback for callback in (self.startup, self.throughput) if callback is not None))
+        self.trace = TraceCallback(args.trace_steps) if args.trace_steps else None
+        attach(self, *(callback for callback in (self.startup, self.throughput, self.trace) if callback is not None))
 
     # ---- data -------------------------------------------------------------------------------------------------------
 
@@ -178,8 +181,11 @@ class SpeedSFTTrainer(StreamedBatches):
 
     def _packed_sampler(self, dataset: Dataset, *, train: bool) -> PackedBatchSampler:
         args = self.args
+        lengths = document_lengths(dataset).tolist()
+        if train and args.world_size > 1:
+            log_stragglers(self.model, lengths, args)
         return PackedBatchSampler(
-            document_lengths(dataset).tolist(),
+            lengths,
             tokens_per_batch=args.row_slots,
             epochs=self._epochs(dataset) if train else 1,
             world_size=args.world_size,
@@ -188,6 +194,7 @@ class SpeedSFTTrainer(StreamedBatches):
             strategy=args.packing_strategy,
             seed=args.data_seed if args.data_seed is not None else args.seed,
             shuffle=train and args.train_sampling_strategy != "sequential",
+            cost_window_steps=(args.cost_window_steps or 1) if train else 1,
         )
 
     def _epochs(self, dataset: Dataset) -> int:
@@ -252,7 +259,7 @@ class SpeedSFTTrainer(StreamedBatches):
             refuse_existing_run(self.args.output_dir, self._existing_run)
         self._existing_run = None  # from here on what lies there is ours
         self.resume_stream(resume_from_checkpoint)
-        with self._packed_layers():
+        with self._packed_layers(), nullcontext() if self.trace is None else self.trace.closing():
             output = super().train(resume_from_checkpoint, *args, **kwargs)
         report = self.stream_report()
         if report is not None:
