@@ -30,7 +30,26 @@ _HOMES = {
     "summarize_trace": "hf_speedkit.measure.trace",
 }
 
-__all__ = ["__version__", *sorted(_HOMES)]
+__all__ = [
+    "IsolationError",
+    "KernelAssertionCallback",
+    "KernelAssertionError",
+    "PackedBatchSampler",
+    "PackedCollator",
+    "SpeedSFTConfig",
+    "SpeedSFTTrainer",
+    "SpeedkitError",
+    "ThroughputCallback",
+    "TraceCallback",
+    "__version__",
+    "assert_isolation",
+    "assert_kernels",
+    "attach",
+    "check_kernels",
+    "diagnose",
+    "plan_packing",
+    "summarize_trace",
+]
 
 if TYPE_CHECKING:
     from hf_speedkit.core.diagnosis import diagnose

@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 
 from hf_speedkit.core.document_records import DocumentReport as DocumentReport
 
 
-class KernelVerdict(str, Enum):
+class KernelVerdict(StrEnum):
     """What an inspected function turned out to be."""
 
     FUSED = "FUSED"
@@ -32,7 +32,7 @@ class KernelVerdict(str, Enum):
     """The layout of the library is not one this version knows; nothing is claimed."""
 
 
-class Severity(str, Enum):
+class Severity(StrEnum):
     """How much a finding matters."""
 
     PROBLEM = "problem"

@@ -88,6 +88,20 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> None:
         if isinstance(callback, LoopObserver):
             callback.attached = True
             listed.append(LoopMarker(callback))
+    _link_tracing(listed)
+
+
+def _link_tracing(listed: list[TrainerCallback]) -> None:
+    """Let every pair of a tracing and a metrics callback know of each other (`TracedSteps`)."""
+    from hf_speedkit.trainer.throughput_callback import ThroughputCallback
+    from hf_speedkit.trainer.trace_callback import TraceCallback
+    from hf_speedkit.trainer.traced_steps import TracedSteps
+
+    listed[:] = [callback for callback in listed if not isinstance(callback, TracedSteps)]
+    traces = [callback for callback in listed if isinstance(callback, TraceCallback)]
+    for throughput in [callback for callback in listed if isinstance(callback, ThroughputCallback)]:
+        place = listed.index(throughput)
+        listed[place:place] = [TracedSteps(trace, throughput) for trace in traces]
 
 
 def _take_out(listed: list[TrainerCallback], callback: TrainerCallback) -> None:

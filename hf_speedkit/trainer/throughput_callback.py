@@ -95,6 +95,13 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
         """Keep the current step out of all rates ("traced", ...); its tokens still count. Call it on every rank."""
         self._counter.current.excluded = reason
 
+    @property
+    def step_tokens(self) -> TokenCounts:
+        """What the current step's micro-batches came to so far; what only the device knows is None."""
+        current = self._counter.current
+        unknown: dict[str, Any] = dict.fromkeys(current.on_device)
+        return replace(current.tokens, **unknown)
+
     def waiting(self) -> AbstractContextManager[None]:
         """Put around a call that waits for the device: its time is reported as device wait, not as host time."""
         return self._clock.waiting()

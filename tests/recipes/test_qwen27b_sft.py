@@ -119,7 +119,8 @@ def test_trl_is_not_imported_before_the_hardware_check():
     probe = (
         "import runpy, sys\n"
         "try:\n    runpy.run_path(sys.argv[1], run_name='__main__')\n"
-        "except SystemExit as stop:\n    print(stop.code, sorted({'trl', 'torch', 'transformers', 'datasets'} & set(sys.modules)))"
+        "except SystemExit as stop:\n"
+        "    print(stop.code, sorted({'trl', 'torch', 'transformers', 'datasets'} & set(sys.modules)))"
     )
     ended = subprocess.run(
         [sys.executable, "-c", probe, str(SCRIPT)], capture_output=True, text=True,

@@ -67,3 +67,25 @@ def test_something_else_than_a_callback_is_refused_before_anything_is_changed(tm
     with pytest.raises(ConfigurationError, match="callback instances"):
         attach(trainer, First(), wrong)
     assert names(trainer) == before
+
+
+def test_a_tracing_and_a_metrics_callback_know_of_each_other_however_they_came(tmp_path):
+    import json
+
+    from plain_trainer import make_trainer
+
+    from hf_speedkit import ThroughputCallback, TraceCallback
+    from hf_speedkit.measure.trace import summarize_trace
+    from hf_speedkit.trainer.sinks import JsonlSink
+
+    trainer = make_trainer(tmp_path / "run")
+    trace = TraceCallback(4)
+    attach(trainer, trace)
+    attach(trainer, ThroughputCallback(sinks=(JsonlSink(tmp_path / "steps.jsonl"),)))
+    trainer.train()
+    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "step" and line["excluded"] == "traced"] == [3, 4, 5]
+    facts = summarize_trace(trace.files[0]).facts
+    # padded rows: slots are known on the host, real tokens only on the device, and None is not 0
+    assert facts.slots > 0
+    assert facts.real_tokens is None

@@ -213,6 +213,31 @@ def test_epochs_are_packed_anew_and_have_the_same_number_of_steps(tmp_path):
     assert all(sum(t != 0 for row in epoch for t in row) == sum(LENGTHS) for epoch in epochs)
 
 
+def test_a_traced_step_is_explained_and_stays_out_of_the_rates(tmp_path):
+    from hf_speedkit import diagnose, summarize_trace
+
+    trainer = trainer_for(tmp_path, trace_steps=[3])
+    trainer.train()
+    summary = summarize_trace(trainer.trace.files[0])
+    lines = [json.loads(line) for line in (tmp_path / "speedkit_steps.jsonl").read_text().splitlines()]
+    steps = {line["step"]: line for line in lines if line["kind"] == "step"}
+    assert (summary.facts.real_tokens, summary.facts.slots) == (steps[3]["tokens"]["real"], 32)
+    assert [step for step, line in steps.items() if line["excluded"] == "traced"] == [2, 3, 4]
+    assert diagnose(summary)
+
+
+def test_a_trace_is_closed_when_training_fails(tmp_path):
+    class Fail(TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            if state.global_step == 2:
+                raise RuntimeError("boom")
+
+    trainer = trainer_for(tmp_path, trace_steps=[3], callbacks=[Fail()])
+    with pytest.raises(RuntimeError, match="boom"):
+        trainer.train()
+    assert any("partial" in message or "no trace" in message for message in trainer.trace.messages)
+
+
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 

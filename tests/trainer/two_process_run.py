@@ -82,7 +82,7 @@ def rank_main(rank, port, path, options):
             "isolation": trainer.startup.isolation.passed,
             "operations": trainer.startup.isolation.operations,
             "gradient_leak": trainer.startup.isolation.gradient_leak,
-            "sharded": any("DTensor" in type(p).__name__ or hasattr(p, "device_mesh") for p in trainer.model.parameters()),
+            "sharded": any(hasattr(p, "device_mesh") for p in trainer.model.parameters()),
             "eval_loss": trainer.evaluate()["eval_loss"],
         }
     except Exception as error:
