@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ class Diagnosis:
         changed: what SpeedSFTTrainer would put in place by itself, one line each (with --probe).
         commands: what to run, in order.
         remarks: paragraphs that explain.
+        probe_s: time of the whole probe, compilation included; None without one.
     """
 
     model: str
@@ -47,6 +49,7 @@ class Diagnosis:
     changed: tuple[str, ...]
     commands: tuple[str, ...]
     remarks: tuple[str, ...]
+    probe_s: float | None = None
 
     @property
     def good(self) -> bool:
@@ -98,9 +101,12 @@ def diagnose_model(
 
     checks = check_kernels(config, tokens_per_batch=slots, stack=stack)
     changed: tuple[str, ...] = ()
+    probe_s = None
     # A combination that is known to fail may end the process: it is not run.
     if probe and not any(check.verdict.value == "BLOCKED" for check in checks):
+        began = time.perf_counter()
         checks, changed = _probed(config, stack, slots, device)
+        probe_s = time.perf_counter() - began
     elif not any(check.function == "attention" for check in checks):
         checks = (*checks, *_packed_attention(config, stack))
     commands, remarks = _advice(checks, stack)
@@ -112,6 +118,7 @@ def diagnose_model(
         changed=changed,
         commands=commands,
         remarks=remarks,
+        probe_s=probe_s,
     )
 
 
@@ -230,6 +237,8 @@ def _lines(diagnosis: Diagnosis) -> list[str]:
     if not diagnosis.checks:
         lines.append("no function of this model needs a kernel package")
     lines += [f"put in place: {line}" for line in diagnosis.changed]
+    if diagnosis.probe_s is not None:
+        lines.append(f"the probe took {diagnosis.probe_s:.1f} s, compilation included")
     lines += ["", *diagnosis.remarks] if diagnosis.remarks else []
     if diagnosis.commands:
         lines += ["", "Run:", *(f"  {_runnable(command)}" for command in diagnosis.commands)]
@@ -271,5 +280,6 @@ def _as_json(diagnosis: Diagnosis) -> str:
         "changed": list(diagnosis.changed),
         "commands": [_runnable(command) for command in diagnosis.commands],
         "remarks": list(diagnosis.remarks),
+        "probe_s": diagnosis.probe_s,
     }
     return json.dumps(document, allow_nan=False, sort_keys=True)

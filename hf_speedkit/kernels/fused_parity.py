@@ -17,6 +17,9 @@ from hf_speedkit.kernels.probe import TOLERANCES
 COMPARED_ROWS = 16_384
 """Rows that are compared; further ones run, because some kernels are chosen by the number of rows."""
 
+MLP_ROWS = 1_024
+"""Rows for an MLP: no kernel of those is chosen by their number, and 8,192 rows of 34,816 would take gigabytes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
@@ -46,6 +49,7 @@ def compare(
         device, dtype: of the activations.
     """
     generator = torch.Generator(device).manual_seed(0)
+    rows = min(rows, MLP_ROWS) if part == SWIGLU else rows
     inputs = _inputs(module, part, rows, device, dtype, generator)
     weights = _weights(module, device, generator)
     examined = min(rows, COMPARED_ROWS)

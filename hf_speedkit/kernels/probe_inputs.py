@@ -17,15 +17,13 @@ import torch
 from torch import Tensor
 
 from hf_speedkit.kernels import reference
+from hf_speedkit.kernels.probe_batch import Draw, batch_keys
 
 MAX_HEADS = 4
 """Value heads that are compared: the float64 reference on the CPU pays for each."""
 
 MAX_CHANNELS = 1024
 """Channels of a convolution that are compared, for the same reason."""
-
-CHUNK_SLOTS = 64
-"""Chunk of fla 0.6.0's gated delta rule, for the chunk_indices that a packed batch brings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,24 +126,6 @@ class Example:
         return replace(self, inputs=inputs)
 
 
-def batch_keys(borders: Sequence[int], device: torch.device) -> dict[str, Any]:
-    """Every key about documents that a packed batch brings and the layers hand on, named as there."""
-    edges = torch.tensor(borders, dtype=torch.int32)
-    lengths = edges.diff()
-    number = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    chunks = [(i, chunk) for i, length in enumerate(lengths.tolist()) for chunk in range(-(-length // CHUNK_SLOTS))]
-    longest = min(borders[-1], max(128, 1 << (int(lengths.max()) - 1).bit_length()))
-    on_device = edges.to(device)
-    return {
-        "cu_seq_lens_q": on_device,
-        "cu_seq_lens_k": on_device,
-        "max_length_q": longest,
-        "max_length_k": longest,
-        "seq_idx": number.to(torch.int32)[None].to(device),
-        "chunk_indices": torch.tensor(chunks, dtype=torch.int32).to(device),
-    }
-
-
 def convolution_example(
     lengths: Sequence[int],
     *,
@@ -156,6 +136,7 @@ def convolution_example(
     dtype: torch.dtype,
     seed: int,
     slots: int | None = None,
+    weight_dtype: torch.dtype | None = None,
 ) -> Example:
     """Inputs for `causal_conv1d_fn` as the layers call it: x is [1, C, T], a transposed view of the projection.
 
@@ -164,8 +145,9 @@ def convolution_example(
         channels, width, activation: of the layer.
         device, dtype, seed: as usual.
         slots: length of the row; the sum of `lengths` if None or less.
+        weight_dtype: of the weight, which autocast leaves in float32; `dtype` if None.
     """
-    draw, borders = _Draw(seed, device, dtype), _borders(lengths, slots)
+    draw, borders = Draw(seed, device, dtype), _borders(lengths, slots)
 
     def layer_call(function: Callable[..., Any], inputs: dict[str, Tensor], keys: dict[str, Any]) -> Tensor:
         x, weight = inputs["row"].transpose(1, 2), inputs["weight"]
@@ -174,7 +156,10 @@ def convolution_example(
 
     few = min(channels, MAX_CHANNELS)
     return Example(
-        inputs={"row": draw.normal(1, borders[-1], channels), "weight": draw.normal(channels, width)},
+        inputs={
+            "row": draw.normal(1, borders[-1], channels),
+            "weight": draw.normal(channels, width, dtype=weight_dtype),
+        },
         shared=("weight",),
         borders=borders,
         examined=len(lengths),
@@ -208,7 +193,7 @@ def delta_rule_example(
         device, dtype, seed: as usual.
         slots: length of the row; the sum of `lengths` if None or less.
     """
-    draw, borders = _Draw(seed, device, dtype), _borders(lengths, slots)
+    draw, borders = Draw(seed, device, dtype), _borders(lengths, slots)
     total, (key_heads, value_heads, key_size, value_size) = borders[-1], sizes
     group = max(1, value_heads // key_heads)
     few_keys = max(1, min(key_heads, MAX_HEADS // group))
@@ -280,7 +265,7 @@ def attention_example(
         device, dtype, seed: as usual.
         slots: length of the row; the sum of `lengths` if None or less.
     """
-    draw, borders = _Draw(seed, device, dtype), _borders(lengths, slots)
+    draw, borders = Draw(seed, device, dtype), _borders(lengths, slots)
     query_heads, key_heads, size = sizes
     group = query_heads // key_heads
     few_keys = max(1, min(key_heads, MAX_HEADS // group))
@@ -319,31 +304,3 @@ def _rule_widths(key_heads: int, value_heads: int, key_size: int, value_size: in
 def _borders(lengths: Sequence[int], slots: int | None) -> tuple[int, ...]:
     borders = (0, *accumulate(lengths))
     return (*borders, slots) if slots is not None and slots > borders[-1] else borders
-
-
-class _Draw:
-    """Random leaves from a generator of their own: the job's random state stays as it is."""
-
-    def __init__(self, seed: int, device: torch.device, dtype: torch.dtype) -> None:
-        # On the device itself: 84 million numbers (27B, 8,192 slots) drawn on a CPU and copied would take a second.
-        self._generator = torch.Generator(device).manual_seed(seed)
-        self._device = device
-        self._dtype = dtype
-
-    def normal(self, *shape: int) -> Tensor:
-        value = torch.randn(shape, generator=self._generator, device=self._device)
-        return value.to(self._dtype).requires_grad_()
-
-    def uniform(self, low: float, high: float, *shape: int, dtype: torch.dtype) -> Tensor:
-        value = low + (high - low) * torch.rand(shape, generator=self._generator, device=self._device)
-        return value.to(dtype).requires_grad_()
-
-    def decay(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        value = -0.02 * torch.rand(shape, generator=self._generator, device=self._device)
-        value[..., 1::2] = value[..., 1::2] * 200 - 0.5  # -4.5 to -0.5: e-fold and more at every position
-        return value.to(dtype).requires_grad_()
-
-    def incoming(self, examined: int, slots: int, *shape: int) -> Tensor:
-        value = torch.randn((1, slots, *shape), generator=self._generator, device=self._device).to(self._dtype)
-        value[:, examined:] = 0
-        return value

@@ -46,6 +46,8 @@ def function_target(
     if function == "causal_conv1d_fn" and convolution is not None:
         channels, width = convolution.weight.shape[0], convolution.weight.shape[-1]
         activation = getattr(module, "activation", None)
+        # Autocast leaves the weight as it is; FSDP2, whose weights have a mesh, hands it over in its own dtype.
+        weight_dtype = kind if hasattr(convolution.weight, "device_mesh") else convolution.weight.dtype
 
         def convolve(lengths: tuple[int, ...], seed: int) -> Example:
             return convolution_example(
@@ -57,6 +59,7 @@ def function_target(
                 dtype=kind,
                 seed=seed,
                 slots=slots,
+                weight_dtype=weight_dtype,
             )
 
         return Target(called=called, make_example=convolve, device=device, dtype=kind)

@@ -106,7 +106,7 @@ class StepKernels:
 
         if self._profile is not None or not torch.cuda.is_available() or torch._C._autograd._profiler_enabled():
             return False
-        profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=False)
+        profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
         profile.start()
         self._profile = profile
         return True

@@ -9,7 +9,9 @@ from hf_speedkit.kernels import reference
 from hf_speedkit.kernels.attention import register, varlen_attention
 from hf_speedkit.kernels.inspection import check_kernels
 from hf_speedkit.kernels.probe import EDGE_LENGTHS, TOLERANCES, probe_function
-from hf_speedkit.kernels.probe_inputs import batch_keys, convolution_example, delta_rule_example
+from hf_speedkit.kernels.probe_batch import batch_keys
+from hf_speedkit.kernels.probe_inputs import convolution_example, delta_rule_example
+from hf_speedkit.kernels.probe_targets import function_target
 
 CPU = torch.device("cpu")
 QWEN_27B = (16, 48, 128, 128)
@@ -245,3 +247,20 @@ def test_the_written_out_attention_is_torchs_own(window):
 def test_sdpa_is_torchs_own_and_is_not_probed():
     model = tiny_model("llama")
     assert check_kernels(model, probe=True) == check_kernels(model)
+
+
+def test_under_autocast_the_convolutions_weight_stays_in_float32():
+    example = convolution_example(
+        (5, 6),
+        channels=8,
+        width=4,
+        activation=None,
+        device=CPU,
+        dtype=torch.bfloat16,
+        seed=0,
+        weight_dtype=torch.float32,
+    )
+    assert (example.inputs["row"].dtype, example.inputs["weight"].dtype) == (torch.bfloat16, torch.float32)
+    model = tiny_model("qwen3_5")
+    target = function_target("causal_conv1d_fn", len, model.model.layers[0].linear_attn, torch.bfloat16, None)
+    assert target.make_example((5,), 0).inputs["weight"].dtype is torch.float32

@@ -1,0 +1,59 @@
+"""Two gloo processes: a kernel that is refused on one rank stops both, without a hang."""
+
+import os
+import time
+
+import pytest
+import torch.multiprocessing as mp
+
+from hf_speedkit.core.errors import SpeedkitError
+from hf_speedkit.core.records import KernelCheck, KernelVerdict
+from hf_speedkit.kernels.inspection import assert_kernels
+from hf_speedkit.trainer.agreement import agree
+
+
+def checks(rank):
+    """Rank 1 sits on another GPU, where the combination is blocked."""
+    verdict = KernelVerdict.BLOCKED if rank == 1 else KernelVerdict.FUSED
+    fix = 'pip install "triton>=3.7.1"' if rank == 1 else None
+    return [
+        KernelCheck(
+            function="chunk_gated_delta_rule",
+            verdict=verdict,
+            layer="Qwen3_5GatedDeltaNet",
+            layers=48,
+            layers_total=48,
+            evidence="fla 0.6.0",
+            fix=fix,
+        )
+    ]
+
+
+def run(rank, port, queue):
+    import torch.distributed as dist
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    try:
+        agree(lambda: assert_kernels(None, mode="strict", checks=checks(rank)))
+    except SpeedkitError as error:
+        queue.put((rank, type(error).__name__, str(error)))
+    dist.destroy_process_group()
+
+
+@pytest.mark.two_process
+def test_kernels_refused_on_one_rank_stop_both_at_once_with_the_command(free_port):
+    queue = mp.get_context("spawn").SimpleQueue()
+    began = time.monotonic()
+    mp.start_processes(run, args=(free_port, queue), nprocs=2, start_method="spawn")
+    assert time.monotonic() - began < 60
+    said = {}
+    while not queue.empty():
+        rank, kind, message = queue.get()
+        said[rank] = (kind, message)
+    assert said[1][0] == "KernelAssertionError"
+    assert said[0][0] == "SpeedkitError"
+    assert "rank 1 of 2 cannot train" in said[0][1]
+    for _, message in said.values():
+        assert "chunk_gated_delta_rule   BLOCKED" in message
+        assert 'pip install "triton>=3.7.1"' in message
