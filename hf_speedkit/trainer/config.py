@@ -208,3 +208,25 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         values["hub_token"] = args.hub_token
         values["per_device_eval_batch_size"] = 1 if args.packing else args.per_device_eval_batch_size
         return cls(**values)
+
+
+def settled_config(args: SFTConfig | None, model: Any) -> SpeedSFTConfig:
+    """The settings a trainer runs with: a SpeedSFTConfig as it is, an SFTConfig taken over, or the defaults.
+
+    Args:
+        args: what the user passed.
+        model: a model or the name of one, for the default output_dir.
+
+    Raises:
+        ConfigurationError: something that is no SFTConfig.
+    """
+    if args is None:
+        name = model if isinstance(model, str) else str(getattr(model.config, "_name_or_path", "") or "model")
+        return SpeedSFTConfig(output_dir=f"{name.rstrip('/').split('/')[-1]}-SFT")
+    if isinstance(args, SpeedSFTConfig):
+        return args
+    if isinstance(args, SFTConfig):
+        return SpeedSFTConfig.from_sft_config(args)
+    raise ConfigurationError(
+        f"args is a {type(args).__name__}", mend="pass a hf_speedkit.SpeedSFTConfig (or TRL's SFTConfig)"
+    )

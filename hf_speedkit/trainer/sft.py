@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ from hf_speedkit.packing.sampler import PackedBatchSampler
 from hf_speedkit.packing.stream import PackedStream, StreamCollator
 from hf_speedkit.packing.stream_source import share_of_rank
 from hf_speedkit.trainer.attach import attach
-from hf_speedkit.trainer.config import SpeedSFTConfig
+from hf_speedkit.trainer.config import SpeedSFTConfig, settled_config
 from hf_speedkit.trainer.conversation_checks import SAMPLE_ROWS
 from hf_speedkit.trainer.inputs import check_dataset, check_packing_request, named_datasets, with_template_kwargs
+from hf_speedkit.trainer.mfu_inputs import flops_of
 from hf_speedkit.trainer.output import STEP_LOG_NAME, existing_run, refuse_existing_run
 from hf_speedkit.trainer.packed_layers import packed_layers, padded_attention
 from hf_speedkit.trainer.progress import CompactProgress
@@ -80,7 +82,7 @@ class SpeedSFTTrainer(StreamedBatches):
         peft_config: Any = None,
         formatting_func: Callable[..., Any] | None = None,
     ) -> None:
-        args = _speed_config(args, model)
+        args = settled_config(args, model)
         self._existing_run = None if args.allow_existing_output else existing_run(args.output_dir)
         self._reports: dict[str, DocumentReport] = {}
         self._train_sampler: PackedBatchSampler | None = None
@@ -314,7 +316,16 @@ class SpeedSFTTrainer(StreamedBatches):
 
     def _throughput_callback(self) -> ThroughputCallback:
         sinks = (JsonlSink(Path(self.args.output_dir) / STEP_LOG_NAME),) if self.args.step_log else ()
-        return ThroughputCallback(sinks=sinks)
+        flops = flops_of(self.model)
+        if flops is not None and self.args.device.type == "cuda":
+            flops = replace(flops, head_on="target")  # TRL's fused head scores target positions only on a GPU
+        return ThroughputCallback(flops=flops, sinks=sinks)
+
+    def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
+        """Trainer's count of target tokens, which all ranks gather: waiting for the slowest is no data wait."""
+        if self.throughput is not None:
+            self.throughput.batches_ready()
+        return super()._get_num_items_in_batch(batch_samples, device)
 
     def _refuse_split_rows(self) -> None:
         parallel = self.accelerator.parallelism_config
@@ -324,16 +335,3 @@ class SpeedSFTTrainer(StreamedBatches):
                 evidence=("context, sequence or tensor parallelism is on in the parallelism_config",),
                 mend="set cp_size, sp_size and tp_size to 1, or packing=False",
             )
-
-
-def _speed_config(args: SFTConfig | None, model: str | PreTrainedModel) -> SpeedSFTConfig:
-    if args is None:
-        name = model if isinstance(model, str) else str(getattr(model.config, "_name_or_path", "") or "model")
-        return SpeedSFTConfig(output_dir=f"{name.rstrip('/').split('/')[-1]}-SFT")
-    if isinstance(args, SpeedSFTConfig):
-        return args
-    if isinstance(args, SFTConfig):
-        return SpeedSFTConfig.from_sft_config(args)
-    raise ConfigurationError(
-        f"args is a {type(args).__name__}", mend="pass a hf_speedkit.SpeedSFTConfig (or TRL's SFTConfig)"
-    )
