@@ -15,7 +15,6 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 from trl import SFTConfig
 
-from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.core.records import DocumentReport, TokenCounts
 from hf_speedkit.core.summary import PackingSummary, RunSummary, loss_summary, packing_summary
 from hf_speedkit.packing.collator import PackedCollator
@@ -28,7 +27,13 @@ from hf_speedkit.packing.stream_source import share_of_rank
 from hf_speedkit.trainer.attach import attach
 from hf_speedkit.trainer.config import SpeedSFTConfig, settled_config
 from hf_speedkit.trainer.conversation_checks import SAMPLE_ROWS
-from hf_speedkit.trainer.inputs import check_dataset, check_packing_request, named_datasets, with_template_kwargs
+from hf_speedkit.trainer.inputs import (
+    check_dataset,
+    check_packing_request,
+    named_datasets,
+    refuse_split_rows,
+    with_template_kwargs,
+)
 from hf_speedkit.trainer.mfu_inputs import flops_of
 from hf_speedkit.trainer.output import STEP_LOG_NAME, existing_run, refuse_existing_run
 from hf_speedkit.trainer.packed_layers import packed_layers, padded_attention
@@ -111,7 +116,8 @@ class SpeedSFTTrainer(StreamedBatches):
         )
         if self.packing_active:
             refuse_leaking_family(self.model.config.get_text_config().model_type)
-            self._refuse_split_rows()
+            # Once more: the launcher may ask for what the settings do not.
+            refuse_split_rows(self.accelerator.parallelism_config)
             self._padding_collator = self.data_collator
             # TRL refuses a collator of one's own beside packing, so it takes its place afterwards.
             self.data_collator = StreamCollator(PackedCollator(self._tokenizer.pad_token_id, args.row_slots))
@@ -326,12 +332,3 @@ class SpeedSFTTrainer(StreamedBatches):
         if self.throughput is not None:
             self.throughput.batches_ready()
         return super()._get_num_items_in_batch(batch_samples, device)
-
-    def _refuse_split_rows(self) -> None:
-        parallel = self.accelerator.parallelism_config
-        if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled or parallel.tp_enabled):
-            raise ConfigurationError(
-                "packed rows cannot be split over ranks: document boundaries would be lost",
-                evidence=("context, sequence or tensor parallelism is on in the parallelism_config",),
-                mend="set cp_size, sp_size and tp_size to 1, or packing=False",
-            )
