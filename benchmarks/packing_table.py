@@ -56,10 +56,10 @@ def long_chat_lengths(documents: int, *, longest: int, seed: int = 0) -> list[in
 
 
 def timed(call: Any) -> tuple[Any, float]:
-    """The result of a call and the seconds it took."""
-    began = time.perf_counter()
+    """The result of a call and the CPU seconds it took: the machine may be busy with other work."""
+    began = time.process_time()
     result = call()
-    return result, time.perf_counter() - began
+    return result, time.process_time() - began
 
 
 def trl_dataset(lengths: list[int], directory: str) -> Dataset:
@@ -72,7 +72,7 @@ def trl_dataset(lengths: list[int], directory: str) -> Dataset:
 
 
 def batching_table(lengths: list[int], slots: int, seed: int) -> list[dict[str, Any]]:
-    """Batches, fill and seconds of each way to batch the same documents."""
+    """Batches, fill and CPU seconds of each way to batch the same documents."""
     from trl import pack_dataset
 
     directory = tempfile.TemporaryDirectory()
@@ -90,10 +90,12 @@ def batching_table(lengths: list[int], slots: int, seed: int) -> list[dict[str, 
     rows = []
     for name, call in ways.items():
         batches, seconds = timed(call)
-        rows.append({"batching": name, "batches": batches, "full": sum(lengths) / slots / batches, "seconds": seconds})
+        rows.append(
+            {"batching": name, "batches": batches, "full": sum(lengths) / slots / batches, "cpu_seconds": seconds}
+        )
     directory.cleanup()
     bound = -(-sum(lengths) // slots)
-    rows.append({"batching": "bound", "batches": bound, "full": sum(lengths) / slots / bound, "seconds": None})
+    rows.append({"batching": "bound", "batches": bound, "full": sum(lengths) / slots / bound, "cpu_seconds": None})
     return rows
 
 
@@ -146,7 +148,7 @@ def _steps(costs: list[float], ranks: int) -> list[list[float]]:
 
 
 def scale(documents: int, ranks: int) -> dict[str, Any]:
-    """What one rank of many pays to plan an epoch: seconds and this process's largest memory so far."""
+    """What one rank of many pays to plan an epoch: CPU seconds (one thread) and this process's peak memory so far."""
     lengths, drawing_s = timed(lambda: chat_lengths(documents, longest=8192))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     sampler, planning_s = timed(lambda: PackedBatchSampler(lengths, tokens_per_batch=8192, world_size=ranks, rank=1))
@@ -154,9 +156,9 @@ def scale(documents: int, ranks: int) -> dict[str, Any]:
     return {
         "documents": documents,
         "ranks": ranks,
-        "drawing_s": drawing_s,
-        "planning_s": planning_s,
-        "dealing_s": dealing_s,
+        "drawing_cpu_s": drawing_s,
+        "planning_cpu_s": planning_s,
+        "dealing_cpu_s": dealing_s,
         "rows_of_a_rank": rows,
         "packs": len(sampler.plan(0).packs),
         "full": sampler.plan(0).packing_efficiency,
@@ -185,7 +187,7 @@ def main() -> None:
     table = batching_table(lengths, 8192, given.seed)
     padded = table[0]["batches"]
     for row in table:
-        seconds = "" if row["seconds"] is None else f"{row['seconds']:8.2f} s"
+        seconds = "" if row["cpu_seconds"] is None else f"{row['cpu_seconds']:8.2f} s"
         print(
             f"{row['batching']:<48}{row['batches']:>8,}{1 - row['batches'] / padded:>8.1%}{row['full']:>9.2%}{seconds}"
         )
