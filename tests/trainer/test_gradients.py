@@ -46,24 +46,27 @@ def one_at_a_time(model, dataset):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-def packed_step(tmp_path, build, split, *, collate=None, keep_proof=True, **settings):
+def packed_step(
+    tmp_path, build, split, *, collate=None, keep_proof=True, steps=1, eval_dataset=None, callbacks=(), **settings
+):
     recorder = GradientRecorder()
     micro_batches = SPLITS[split]
 
     class Trainer(SpeedSFTTrainer):
         def _packed_sampler(self, dataset, *, train):
-            return FixedSampler(micro_batches)
+            return FixedSampler(micro_batches) if train else super()._packed_sampler(dataset, train=False)
 
     trainer = Trainer(
         model=build(),
         args=SpeedSFTConfig(
-            output_dir=str(tmp_path), use_cpu=True, bf16=False, tokens_per_batch=SLOTS, max_steps=1, max_grad_norm=0.0,
+            output_dir=str(tmp_path), use_cpu=True, bf16=False, tokens_per_batch=SLOTS, max_steps=steps, max_grad_norm=0.0,
             gradient_accumulation_steps=len(micro_batches), activation_checkpointing=False, save_strategy="no",
             disable_tqdm=True, **settings,
         ),
         train_dataset=tokenized(LENGTHS),
         processing_class=tiny_tokenizer(),
-        callbacks=[recorder],
+        eval_dataset=eval_dataset,
+        callbacks=[recorder, *callbacks],
     )  # fmt: skip
     if collate is not None:
         original = trainer.data_collator
@@ -110,6 +113,35 @@ def test_checkpointing_changes_no_gradient(tmp_path):
         return model
 
     assert relative_error(packed_step(tmp_path, checkpointed, "2x2"), expected) <= 1e-5
+
+
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
+def test_an_evaluation_between_steps_changes_no_gradient_and_measures_the_documents_alone(tmp_path, build):
+    held_out = tokenized((7, 2, 16, 5), seed=9)
+    straight = packed_step(tmp_path / "a", build, "2x2", steps=2)
+    evaluated = {}
+
+    class Watch(TrainerCallback):
+        def on_evaluate(self, args, state, control, metrics=None, model=None, **_):
+            if not evaluated:
+                evaluated["loss"] = metrics["eval_loss"]
+                evaluated["weights"] = {name: value.clone() for name, value in model.state_dict().items()}
+
+    interrupted = packed_step(
+        tmp_path / "b", build, "2x2", steps=2, eval_dataset=held_out, eval_strategy="steps", eval_steps=1,
+        callbacks=[Watch()],
+    )  # fmt: skip
+    assert relative_error(interrupted, straight) <= 1e-6
+    model = build()
+    model.load_state_dict(evaluated["weights"])
+    losses, targets = 0.0, 0
+    for row in held_out:
+        ids = torch.tensor([row["input_ids"]])
+        with torch.no_grad():
+            logits = model(ids, use_cache=False).logits[0, :-1]
+        losses += float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+        targets += len(row["input_ids"]) - 1
+    assert evaluated["loss"] == pytest.approx(losses / targets, abs=1e-5)
 
 
 @pytest.mark.parametrize("function", ["causal_conv1d_fn", "torch_chunk_gated_delta_rule"])
