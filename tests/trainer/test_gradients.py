@@ -59,9 +59,9 @@ def packed_step(
     trainer = Trainer(
         model=build(),
         args=SpeedSFTConfig(
-            output_dir=str(tmp_path), use_cpu=True, bf16=False, tokens_per_batch=SLOTS, max_steps=steps, max_grad_norm=0.0,
-            gradient_accumulation_steps=len(micro_batches), activation_checkpointing=False, save_strategy="no",
-            disable_tqdm=True, **settings,
+            output_dir=str(tmp_path), use_cpu=True, bf16=False, tokens_per_batch=SLOTS, max_steps=steps,
+            max_grad_norm=0.0, gradient_accumulation_steps=len(micro_batches), activation_checkpointing=False,
+            save_strategy="no", disable_tqdm=True, **settings,
         ),
         train_dataset=tokenized(LENGTHS),
         processing_class=tiny_tokenizer(),
