@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 MEAN_TOKENS, SIGMA = 1258.9, 0.457
@@ -68,3 +68,12 @@ def chat_dataset(documents: int, *, vocabulary: int, longest: int, seed: int = 0
     generator = np.random.default_rng(seed + 1)
     rows = [generator.integers(2, vocabulary, n).tolist() for n in chat_lengths(documents, longest=longest, seed=seed)]
     return Dataset.from_dict({"input_ids": rows, "labels": rows})
+
+
+def stub_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer that is never asked to tokenize: the documents are token ids already."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    tokenizer = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
