@@ -16,7 +16,7 @@ import tempfile
 import time
 from bisect import bisect_right
 from datetime import date
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset, disable_progress_bars
-from geometry import chat_lengths, qwen27b_config
+from geometry import chat_dataset, chat_lengths, qwen27b_config
 
 from hf_speedkit.core.flops import model_flops
 from hf_speedkit.core.records import to_dict
@@ -34,6 +34,7 @@ from hf_speedkit.packing.forecast import quadratic_per_token
 from hf_speedkit.packing.planner import count_padded_batches, document_order
 from hf_speedkit.packing.sampler import PackedBatchSampler
 from hf_speedkit.packing.strategies import best_fit_decreasing, fifo_close, next_fit
+from hf_speedkit.packing.stream import PackedStream
 
 # Whole shared conversations, measured: quantiles of their lengths in tokens.
 LONG_CHAT = {
@@ -167,6 +168,43 @@ def scale(documents: int, ranks: int) -> dict[str, Any]:
     }
 
 
+def streaming(documents: int) -> dict[str, Any]:
+    """What a packed stream of tokenized documents costs: CPU seconds, fill, and the size of its state."""
+    dataset = chat_dataset(documents, vocabulary=1000, longest=8192)
+    source = dataset.to_iterable_dataset(num_shards=4)
+    _, source_s = timed(lambda: sum(1 for _ in source))
+    stream = PackedStream(source, tokens_per_batch=8192)
+    rows, seconds = timed(lambda: list(takewhile(lambda row: row.documents, stream)))
+    tokens = rows[-1].state.report.real_tokens
+    return {
+        "documents": documents,
+        "tokens": tokens,
+        "rows": len(rows),
+        "full": tokens / 8192 / len(rows),
+        "cpu_seconds": seconds,
+        "source_alone_cpu_seconds": source_s,
+        "tokens_per_cpu_second": tokens / seconds,
+        "state_bytes": len(json.dumps(rows[len(rows) // 2].state.to_dict())),
+    }
+
+
+def unequal_shares(documents: int, ranks: int, seed: int) -> dict[str, Any]:
+    """Empty rows at the end of a pass where each rank has as many documents as the others: the fullest rank decides.
+
+    The tokens of a share are drawn from the normal distribution with the mean and spread of the chat lengths.
+    """
+    lengths = np.array(chat_lengths(1_000_000, longest=8192, seed=seed))
+    share = documents // ranks
+    tokens = np.random.default_rng(seed).normal(lengths.mean() * share, lengths.std() * share**0.5, ranks)
+    return {
+        "documents": documents,
+        "ranks": ranks,
+        "documents_per_rank": share,
+        "rows_per_rank": float(tokens.mean() / 8192),
+        "empty_share": float(tokens.max() / tokens.mean() - 1),
+    }
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser()
@@ -195,8 +233,9 @@ def main() -> None:
     waiting = waiting_table(lengths, 8192, quadratic, given.seed) + waiting_table(long, 65_536, quadratic, given.seed)
     for row in waiting:
         print(f"{row['slots']:>6} {row['ranks']:>3} ranks  {row['batching']:<44}{row['step_time_over_ideal']:.3f}")
-    if scaled is not None:
-        print(json.dumps(scaled, indent=1))
+    streamed = streaming(6_000)
+    shares = unequal_shares(1_000_000_000, given.ranks, given.seed)
+    print(json.dumps({"scale": scaled, "streaming": streamed, "unequal_shares": shares}, indent=1))
     result = {
         "what": "packing table",
         "date": date.today().isoformat(),
@@ -207,6 +246,8 @@ def main() -> None:
         "batchings": table,
         "waiting": waiting,
         "scale": scaled,
+        "streaming": streamed,
+        "unequal_shares": shares,
     }
     if given.out is not None:
         given.out.parent.mkdir(parents=True, exist_ok=True)
