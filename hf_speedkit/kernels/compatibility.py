@@ -173,4 +173,4 @@ def _within(version: str | None, wanted: str) -> bool:
         parsed = Version(version)
     except InvalidVersion:
         return False
-    return SpecifierSet(wanted).contains(parsed.public, prereleases=True)
+    return SpecifierSet(wanted).contains(parsed, prereleases=True)

@@ -118,7 +118,7 @@ def _run(
     twin = _twin(module, weights)
     parameters = dict(twin.named_parameters(recurse=False))
     with torch.enable_grad(), torch.autocast(incoming.device.type, enabled=False):
-        output = forward(twin, *(leaf * 1 for leaf in leaves))
+        output = forward(twin, *leaves)
         values = torch.autograd.grad(output, [*leaves, *parameters.values()], incoming.to(output.dtype))
     names = [*(f"the gradient of input {place + 1}" for place in range(len(leaves))), *parameters]
     return {"the output": output.detach(), **dict(zip(names, values, strict=True))}, twin

@@ -42,6 +42,8 @@ def _no_fake_stays_behind():
         (HOPPER, "3.4.0", "0.6.0", Compatibility.BLOCKED, 'pip install "triton>=3.7.1"'),
         (HOPPER, "3.7.0", "0.6.0", Compatibility.BLOCKED, 'pip install "triton>=3.7.1"'),
         (HOPPER, "3.6.0+git1234", "0.6.0", Compatibility.BLOCKED, 'pip install "triton>=3.7.1"'),
+        (HOPPER, "3.6.0rc1", "0.6.0", Compatibility.BLOCKED, 'pip install "triton>=3.7.1"'),
+        (HOPPER, "nightly", "0.6.0", Compatibility.UNKNOWN, None),
         (HOPPER, "3.7.1", "0.6.0", Compatibility.OK, None),
         (HOPPER, "3.3.1", "0.6.0", Compatibility.OK, None),
         (AMPERE, "3.6.0", "0.6.0", Compatibility.OK, None),

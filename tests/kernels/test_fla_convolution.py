@@ -84,6 +84,12 @@ def test_a_buffer_that_is_filled_anew_gets_new_chunks(model):
     assert not torch.equal(bound._chunk_indices(borders, 128), before)
 
 
+def test_the_next_row_gets_chunks_of_its_own(model):
+    bound = FlaConvolution(lambda *args, **kwargs: None, None, CPU)
+    for lengths in ((100, 28), (28, 100)):
+        assert torch.equal(bound._chunk_indices(borders_of(lengths), 128), chunk_indices(borders_of(lengths), 128))
+
+
 @pytest.mark.parametrize("change", ["no_borders", "grown"])
 def test_a_packed_row_it_cannot_keep_apart_is_refused(model, change):
     inputs, _ = packed_row(random_documents(LENGTHS))
