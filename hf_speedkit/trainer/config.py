@@ -42,6 +42,9 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
             nothing; "auto" is strict on a GPU and a report on a CPU.
         packed_attention: "auto" lets packed rows run on torch's variable-length attention where the model would use
             sdpa or eager with a [T, T] mask and the kernel can do what the model needs; "keep" leaves it alone.
+        fused_layers: on a GPU, run norms, SwiGLU and the convolution on fused kernels from fla or Liger where those are
+            installed and agree with the layer's own forward, in outputs and gradients.
+        fused_layers_exclude: names to leave alone: "convolution", "rms_norm", "gated_norm", "swiglu".
         isolation_check: prove before step 1 that packed documents do not see one another.
         throughput: log tokens per second and the parts of a step through `Trainer.log`.
         trace_steps: optimizer steps to trace with torch.profiler, for example [20]; read the files with
@@ -100,6 +103,12 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
             "help": "auto: torch's variable-length attention for packed rows where possible; keep: leave it alone.",
             "choices": ["auto", "keep"],
         },
+    )
+    fused_layers: bool = field(
+        default=True, metadata={"help": "Run small layers on fused kernels from fla or Liger where they are proven."}
+    )
+    fused_layers_exclude: list[str] | None = field(
+        default=None, metadata={"help": "Layers to leave alone: convolution, rms_norm, gated_norm, swiglu."}
     )
     isolation_check: bool = field(
         default=True,

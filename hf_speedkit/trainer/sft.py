@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from trl import SFTConfig
 
 from hf_speedkit.core.records import DocumentReport, TokenCounts
 from hf_speedkit.core.summary import PackingSummary, RunSummary, loss_summary, packing_summary
+from hf_speedkit.kernels.fused_layers import fused_layers
 from hf_speedkit.packing.collator import PackedCollator
 from hf_speedkit.packing.documents import document_lengths, prepare_documents
 from hf_speedkit.packing.families import refuse_leaking_family
@@ -34,6 +35,7 @@ from hf_speedkit.trainer.inputs import (
     refuse_split_rows,
     with_template_kwargs,
 )
+from hf_speedkit.trainer.kernel_callback import activation_dtype
 from hf_speedkit.trainer.mfu_inputs import flops_of
 from hf_speedkit.trainer.output import STEP_LOG_NAME, existing_run, refuse_existing_run
 from hf_speedkit.trainer.packed_layers import packed_layers, padded_attention
@@ -267,7 +269,9 @@ class SpeedSFTTrainer(StreamedBatches):
             refuse_existing_run(self.args.output_dir, self._existing_run)
         self._existing_run = None  # from here on what lies there is ours
         self.resume_stream(resume_from_checkpoint)
-        with self._packed_layers(), nullcontext() if self.trace is None else self.trace.closing():
+        with ExitStack() as self._running, self._packed_layers():
+            if self.trace is not None:
+                self._running.enter_context(self.trace.closing())
             output = super().train(resume_from_checkpoint, *args, **kwargs)
         report = self.stream_report()
         if report is not None:
@@ -305,6 +309,17 @@ class SpeedSFTTrainer(StreamedBatches):
             return None
         lengths, slots = self._train_sampler.lengths, self.args.row_slots
         return packing_summary(self._train_sampler.plan(0), count_padded_batches(lengths, slots))
+
+    def fuse_layers(self) -> None:
+        """Put proven fused kernels into the prepared model's small layers until training ends; rank by rank alike."""
+        self._changed_layers += self._running.enter_context(
+            fused_layers(
+                self.model,
+                exclude=self.args.fused_layers_exclude or (),
+                dtype=activation_dtype(self.args),
+                tokens_per_batch=self.args.row_slots if self.packing_active else None,
+            )
+        )
 
     @contextmanager
     def _packed_layers(self) -> Iterator[None]:
