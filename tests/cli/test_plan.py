@@ -83,7 +83,7 @@ def test_a_file_is_tokenized_as_trl_would(tmp_path, model, kind):
 
 def test_a_tokenized_dataset_needs_no_tokenizer(tmp_path):
     tokenized(LENGTHS).save_to_disk(tmp_path / "saved")
-    result = run("no/such-model", tmp_path / "saved", "--tokens-per-batch", 32, "--json")
+    result = run("./no-such-model", tmp_path / "saved", "--tokens-per-batch", 32, "--json")
     assert json.loads(result.stdout)["documents"]["tokens"] == sum(LENGTHS)
 
 
@@ -127,7 +127,7 @@ def test_documents_that_do_not_fit_make_the_subject_bad_unless_dealt_with(tmp_pa
         ("--lengths", "LENGTHS", "--overlong", "guess"),
         ("--lengths", "LENGTHS", "--template-kwargs", "{"),
         ("--lengths", "LENGTHS", "--tokens-per-batch", 0),
-        ("no/such-model", "no/such-dataset"),
+        ("./no-such-model", "./no-such-dataset"),
     ],
 )
 def test_wrong_use_is_exit_code_two(arguments, lengths_file):
