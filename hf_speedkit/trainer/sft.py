@@ -147,7 +147,7 @@ class SpeedSFTTrainer(StreamedBatches):
         )
         checks.before(dataset, name)
         dataset = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, name)
-        dataset = checks.after(dataset, name)
+        dataset = checks.after(dataset, name, num_proc=args.dataset_num_proc)
         if not packing:
             return dataset
         masked = args.assistant_only_loss or self.completion_only_loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -163,7 +164,9 @@ def marked_example(input_ids: Sequence[int], labels: Sequence[int], tokenizer: A
 
 
 def log_example(rows: Any, tokenizer: Any, name: str) -> None:
-    """Log the first document with its targets marked, once a dataset."""
+    """Log the first document with its targets marked: once a dataset, by the first process of a job."""
+    if int(os.environ.get("RANK", "0")):
+        return
     row = next(islice(iter(rows), 1), None)
     if row is not None:
         labels = row["labels"] if row.get("labels") is not None else row["input_ids"]
