@@ -1,6 +1,7 @@
 """The recipe: its two YAML files, its errors, and a whole tiny run through the launcher."""
 
 import ast
+import json
 import os
 import subprocess
 import sys
@@ -138,7 +139,8 @@ def test_the_tiny_job_learns_and_its_table_says_what_happened(tmp_path):
     for line in ("packing efficiency", "2-D padding", "real tokens / s", "step time", "isolation", "kernels FALLBACK"):
         assert line in ended.stdout
     assert (out / "model.safetensors").exists()
-    assert len((out / "speedkit_steps.jsonl").read_text().splitlines()) == 12
+    lines = [json.loads(line) for line in (out / "speedkit_steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, 13))
     again = launch("--config", str(TINY), "--output_dir", str(out), launcher=False)
     assert again.returncode == 2
     assert "already holds a run" in again.stderr
