@@ -107,7 +107,10 @@ def judge_attention(implementation: str, config: Any, tokens_per_batch: int | No
     if is_hub_name(implementation):
         return Judgement(verdict=KernelVerdict.FUSED, evidence=f"{implementation}, loaded from the Hub")
     if _is_ours(implementation):
-        return Judgement(verdict=KernelVerdict.FUSED, evidence=f"{implementation}, torch variable-length attention")
+        return Judgement(
+            verdict=KernelVerdict.FUSED,
+            evidence=f"{implementation}: torch variable-length attention (on a CPU sdpa, document by document)",
+        )
     return Judgement(
         verdict=KernelVerdict.UNVERIFIED,
         evidence=f"attention implementation {implementation!r}",

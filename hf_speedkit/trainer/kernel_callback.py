@@ -37,7 +37,13 @@ class KernelAssertionCallback(TrainerCallback):  # type: ignore[misc]
         if self.mode == "off":
             return
         self.checks = agree(
-            lambda: assert_kernels(model, mode=self.mode, probe=self.probe, dtype=activation_dtype(args))
+            lambda: assert_kernels(
+                model,
+                mode=self.mode,
+                probe=self.probe,
+                dtype=activation_dtype(args),
+                liger=getattr(args, "use_liger_kernel", False),
+            )
         )
 
 

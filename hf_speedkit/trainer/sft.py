@@ -132,8 +132,6 @@ class SpeedSFTTrainer(StreamedBatches):
         self.trace = TraceCallback(args.trace_steps) if args.trace_steps else None
         attach(self, *(callback for callback in (self.startup, self.throughput, self.trace) if callback is not None))
 
-    # ---- data -------------------------------------------------------------------------------------------------------
-
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: SpeedSFTConfig, packing: bool, formatting_func: Any, name: str
     ) -> Any:
@@ -248,8 +246,6 @@ class SpeedSFTTrainer(StreamedBatches):
         if mode == "train" and self.throughput is not None:
             self.throughput.count(counts)
 
-    # ---- running ----------------------------------------------------------------------------------------------------
-
     @property
     def kernel_mode(self) -> str:
         """How kernels are asserted: "strict", "warn", "off", or "report" (a CPU has no fused kernels to demand)."""
@@ -269,7 +265,7 @@ class SpeedSFTTrainer(StreamedBatches):
             refuse_existing_run(self.args.output_dir, self._existing_run)
         self._existing_run = None  # from here on what lies there is ours
         self.resume_stream(resume_from_checkpoint)
-        with ExitStack() as self._running, self._packed_layers():
+        with ExitStack() as self._running:
             if self.trace is not None:
                 self._running.enter_context(self.trace.closing())
             output = super().train(resume_from_checkpoint, *args, **kwargs)
@@ -310,16 +306,18 @@ class SpeedSFTTrainer(StreamedBatches):
         lengths, slots = self._train_sampler.lengths, self.args.row_slots
         return packing_summary(self._train_sampler.plan(0), count_padded_batches(lengths, slots))
 
-    def fuse_layers(self) -> None:
-        """Put proven fused kernels into the prepared model's small layers until training ends; rank by rank alike."""
-        self._changed_layers += self._running.enter_context(
-            fused_layers(
-                self.model,
-                exclude=self.args.fused_layers_exclude or (),
-                dtype=activation_dtype(self.args),
-                tokens_per_batch=self.args.row_slots if self.packing_active else None,
+    def prepare_layers(self) -> None:
+        """Make the prepared model's layers ready until training ends: proven fused kernels, then packed rows."""
+        if self.args.fused_layers:  # first: a reference is bound only where nothing faster is
+            self._running.enter_context(
+                fused_layers(
+                    self.model,
+                    exclude=self.args.fused_layers_exclude or (),
+                    dtype=activation_dtype(self.args),
+                    tokens_per_batch=self.args.row_slots if self.packing_active else None,
+                )
             )
-        )
+        self._running.enter_context(self._packed_layers())
 
     @contextmanager
     def _packed_layers(self) -> Iterator[None]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_speedkit.core.records import IsolationReport, KernelCheck
-from hf_speedkit.kernels.fused_layers import fused_layer_checks
 from hf_speedkit.kernels.inspection import assert_kernels, check_kernels
 from hf_speedkit.packing.boundaries import check_packed_batch
 from hf_speedkit.packing.isolation import assert_isolation
@@ -39,11 +38,18 @@ class StartupProof(TrainerCallback):  # type: ignore[misc]
         self.seconds: dict[str, float] = {}
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Prove, or stop all ranks with one message."""
+        """Make the layers ready and prove them, or stop all ranks with one message."""
         self._trainer.restore_token_total(load_totals(state))
-        if self._trainer.args.fused_layers:
-            with self._timed("fused layers"):
-                agree(self._trainer.fuse_layers)
+        with self._timed("layers"):
+            agree(self._trainer.prepare_layers)
+        self.prove()
+
+    def prove(self) -> None:
+        """Kernels, the real batch, isolation; every rank must call it.
+
+        Raises:
+            KernelAssertionError, PackingError, IsolationError: on the rank that failed; SpeedkitError on the others.
+        """
         with self._timed("kernels"):
             self.kernels = agree(self._kernels)
         if not self._trainer.packing_active:
@@ -75,12 +81,15 @@ class StartupProof(TrainerCallback):  # type: ignore[misc]
             return ()
         slots = trainer.args.row_slots if trainer.packing_active else None
         if mode == "report":
-            checks = check_kernels(trainer.model, tokens_per_batch=slots)
-        else:
-            checks = assert_kernels(
-                trainer.model, mode=mode, probe=True, tokens_per_batch=slots, dtype=activation_dtype(trainer.args)
-            )
-        return (*checks, *fused_layer_checks(trainer.model))
+            return check_kernels(trainer.model, tokens_per_batch=slots, liger=trainer.args.use_liger_kernel)
+        return assert_kernels(
+            trainer.model,
+            mode=mode,
+            probe=True,
+            tokens_per_batch=slots,
+            dtype=activation_dtype(trainer.args),
+            liger=trainer.args.use_liger_kernel,
+        )
 
     def _batch(self) -> dict[str, Any]:
         """A real packed batch on the model's device, through the collator that training will use."""

@@ -143,8 +143,8 @@ def _isolation_rows(summary: RunSummary) -> Iterator[Row]:
     )
     if report.operations:
         yield "", f"one by one: {', '.join(report.operations)}"
-    if summary.startup_s:
-        spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in summary.startup_s.items())
+    spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in summary.startup_s.items() if seconds >= 0.05)
+    if spent:
         yield "proofs took", spent
     for line in summary.changed_layers:
         yield "put in place", line
