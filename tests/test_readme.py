@@ -1,5 +1,6 @@
 """Every command and every snippet of the README runs."""
 
+import json
 import os
 import re
 import subprocess
@@ -57,12 +58,42 @@ def install_kernels(tmp_path):
     assert {re.split(r"[<>=]", need)[0] for need in extras["kernels"]} == {"flash-linear-attention", "causal-conv1d"}
 
 
+def doctor(tmp_path):
+    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+
+    # The hub cannot be reached: what is said of the name, and the same of a config on disk.
+    done = run("hf-speedkit doctor Qwen/Qwen3.8-27B", HF_HUB_OFFLINE="1")
+    assert done.returncode == 2
+    Qwen3_5TextConfig().save_pretrained(tmp_path)
+    done = run(f"hf-speedkit doctor {tmp_path}")
+    assert done.returncode == 1
+    assert "flash-linear-attention" in done.stdout
+
+
+def plan(tmp_path):
+    done = run(COMMANDS[[c.split()[1] for c in COMMANDS].index("plan")], HF_HUB_OFFLINE="1")
+    assert done.returncode == 2
+    (tmp_path / "lengths.json").write_text(json.dumps([900, 1200, 300, 2500] * 50))
+    done = run(f"hf-speedkit plan --lengths {tmp_path}/lengths.json --tokens-per-batch 8192")
+    assert done.returncode == 0, done.stderr
+    assert "200 documents" in done.stdout
+
+
+def trace(tmp_path):
+    # tests/trainer/test_sft.py makes such a file; here one that was written by hand.
+    assert run("hf-speedkit trace tests/data/trace_two_streams.json").returncode in (0, 1)
+    assert run("hf-speedkit trace runs/mine/traces/no_such_trace.json.gz").returncode == 2
+
+
 RUNS = {
     "make demo": make_demo,
     "make test": make_test,
     "accelerate launch recipes/qwen27b_sft.py": launch_the_real_job,
     "pip install .": install,
     'pip install ".[kernels]"': install_kernels,  # needs nvcc and a GPU: that it names what it should
+    "hf-speedkit doctor Qwen/Qwen3.8-27B": doctor,
+    "hf-speedkit plan Qwen/Qwen3.8-27B HuggingFaceH4/ultrachat_200k --split train_sft --overlong truncate": plan,
+    "hf-speedkit trace runs/mine/traces/trace_rank0_step20.json.gz": trace,
 }
 
 
