@@ -9,22 +9,22 @@ from hf_speedkit.core.metrics import METRICS
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 HEAD = """# Metrics
 
-Everything below goes through `Trainer.log`, in the same row as the loss; a tracker puts `train/` in front. Keys do not
-change their meaning between releases. What was not measured is left out of the log, never shown as 0. Made by
+Everything below goes through `Trainer.log`, in the same row as the loss; a tracker puts `train/` in front. Keys do
+not change their meaning between releases. What was not measured is left out of the log, never shown as 0. Made by
 `scripts/render_metrics.py` from `hf_speedkit/core/metrics.py`; do not edit by hand.
 
-**Words.** A *document* is one training example in a packed row. *Slots* are positions computed, padding included. *Real
-tokens* are slots that hold a document's token. *Target tokens* are labels that enter the loss. A *window* is the optimizer
-steps since the previous logging step; its *steady* steps are those that nothing excluded: not the first of a session, not
-warm-up (compilation, autotuning), not traced.
+**Words.** A *document* is one training example in a packed row. *Slots* are positions computed, padding included.
+*Real tokens* are slots that hold a document's token. *Target tokens* are labels that enter the loss. A *window* is
+the optimizer steps since the previous logging step; its *steady* steps are those that nothing excluded: not the first
+of a session, not warm-up (compilation, autotuning), not traced.
 
-**Why GPU utilisation is never shown alone.** NVML's utilisation is the share of samples in which any kernel was running.
-A slow kernel, a kernel on padding and a fast kernel on real tokens all count the same.
+**Why GPU utilisation is never shown alone.** NVML's utilisation is the share of samples in which any kernel was
+running. A slow kernel, a kernel on padding and a fast kernel on real tokens all count the same.
 
-**What differs from TRL.** `entropy` and `mean_token_accuracy` are TRL's own keys; here they are weighted by target tokens
-over the window and all ranks, where TRL 1.16 averages the micro-batches' means. With equal target counts both agree.
-`num_tokens` counts real tokens and goes on after a resume. `eval_loss` is the mean over target tokens, whatever the batch
-size, packing or number of ranks.
+**What differs from TRL.** `entropy` and `mean_token_accuracy` are TRL's own keys; here they are weighted by target
+tokens over the window and all ranks, where TRL 1.16 averages the micro-batches' means. With equal target counts both
+agree. `num_tokens` counts real tokens and goes on after a resume. `eval_loss` is the mean over target tokens,
+whatever the batch size, packing or number of ranks.
 
 """
 
