@@ -70,3 +70,7 @@ class IsolationError(SpeedkitError, RuntimeError):
 
 class TraceError(SpeedkitError, ValueError):
     """A trace file that cannot be read or does not hold what was asked for."""
+
+
+class StepLogError(SpeedkitError, ValueError):
+    """A step log that cannot be read or holds no steps."""
