@@ -10,6 +10,7 @@ import typer
 
 from hf_speedkit.cli.doctor import doctor
 from hf_speedkit.cli.plan import plan
+from hf_speedkit.cli.report import report
 from hf_speedkit.cli.trace import trace
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Packed, proven and measured fine-tuning.")
@@ -18,6 +19,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="Packed, prov
 app.command()(trace)
 app.command()(doctor)
 app.command()(plan)
+app.command()(report)
 
 
 @app.callback(invoke_without_command=True)

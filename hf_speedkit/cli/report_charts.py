@@ -131,9 +131,8 @@ def _marks(run: RunReport, x: Scale, top: int, bottom: int) -> list[str]:
             f'height="{bottom - top}"><title>{_mark_words(mark, style)}</title></rect>'
         )
     for at, step in run.resumed:
-        drawn.append(
-            f'<path class="resumed" d="M{pixel(x(at))} {top}V{bottom}"><title>resumed after step {step:,}</title></path>'
-        )
+        words = f"resumed after step {step:,}"
+        drawn.append(f'<path class="resumed" d="M{pixel(x(at))} {top}V{bottom}"><title>{words}</title></path>')
     return drawn
 
 
@@ -154,9 +153,8 @@ def _axes(chart: Chart, x: Scale, y: Scale, percent: Scale) -> list[str]:
     if chart.right_top is not None:
         drawn.append(f'<text class="unit end util-text" x="{pixel(x.end + 44)}" y="12">{text(chart.right_unit)}</text>')
         for value in ticks(0.0, chart.right_top, 4):
-            drawn.append(
-                f'<text class="tick util-text" x="{pixel(x.end + 6)}" y="{pixel(percent(value) + 4)}">{number(value)}</text>'
-            )
+            at, height = pixel(x.end + 6), pixel(percent(value) + 4)
+            drawn.append(f'<text class="tick util-text" x="{at}" y="{height}">{number(value)}</text>')
     for seconds in x_ticks(x.high, max(2, round((x.end - x.start) / 110))):
         at = pixel(x(seconds))
         words = "0" if seconds == 0 else duration(seconds)
