@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 SUBJECT_IS_BAD = 1
 STEP_LOG = "speedkit_steps.jsonl"
 MOST_TRACES = 8
+_HOMES = {"home", "Users"}
 
 
 def report(
@@ -73,15 +75,18 @@ def _check_out(out: Path, inputs: Sequence[Path]) -> None:
 
 
 def _names(logs: Sequence[Path]) -> list[str]:
-    """A name for each run: its directory's, with as much of the path as tells two apart; never the whole path."""
-    parts = [
-        (log.resolve().parent if log.name == STEP_LOG else log.resolve().with_suffix("")).parts[-3:] for log in logs
-    ]
-    for depth in (1, 2, 3):
-        names = ["/".join(part[-depth:]) for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    return [f"{part[-1]} ({index})" for index, part in enumerate(parts, start=1)]
+    """A name for each run: its directory's, with the one above where two are alike; never a user's, never a path."""
+    plain = [Path(os.path.abspath(log)) for log in logs]  # noqa: PTH100  # links keep the name the user gave them
+    places = [log.parent if log.name == STEP_LOG else log.with_suffix("") for log in plain]
+    names = [place.name for place in places]
+    if len(set(names)) == len(names):
+        return names
+    users = {Path.home(), *(one for place in places for one in place.parents if one.parent.name in _HOMES)}
+    above = ["" if place.parent in users or place.parent.name in _HOMES else place.parent.name for place in places]
+    names = [f"{parent}/{name}" if parent else name for parent, name in zip(above, names, strict=True)]
+    if len(set(names)) == len(names):
+        return names
+    return [f"{name} ({index})" for index, name in enumerate(names, start=1)]
 
 
 def _read(log: Path, name: str) -> RunReport:

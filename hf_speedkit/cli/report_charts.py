@@ -16,6 +16,7 @@ from hf_speedkit.core.printable import printable
 from hf_speedkit.core.run_report import PARTS, Level, Mark, PartsLevel, RunReport, merged_parts
 
 NARROW_PX = 350
+_Y_TICKS = 4
 _MOST_HINTS = 160
 _MOST_BARS = 240
 _PART_CLASSES = ("p0", "p1", "p2", "p3")
@@ -42,6 +43,7 @@ class Chart:
         top: end of the left axis. bottom: its begin. right_top: end of the right axis; None for none.
         parts: stacked bars instead of levels.
         height: in pixels.
+        named: the legend is shown for a single curve as well.
     """
 
     title: str
@@ -53,6 +55,7 @@ class Chart:
     right_top: float | None = None
     parts: tuple[PartsLevel, ...] = ()
     height: int = 220
+    named: bool = False
 
 
 def text(words: object, *, width: int | None = None) -> str:
@@ -78,7 +81,7 @@ def figure(chart: Chart, run: RunReport, *, wide_px: int, duration_s: float) -> 
 
 def axis_top(values: Sequence[float]) -> float:
     """End of an axis from 0 that holds these values, with a little room above."""
-    return rounded_up(1.04 * max(values, default=0.0))
+    return rounded_up(1.04 * max(values, default=0.0), _Y_TICKS)
 
 
 def axis_range(values: Sequence[float]) -> tuple[float, float]:
@@ -86,7 +89,7 @@ def axis_range(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values, default=0.0), max(values, default=1.0)
     if high <= low:
         return low - (abs(low) or 1.0) * 0.5, high + (abs(high) or 1.0) * 0.5
-    marks = ticks(low, high)
+    marks = ticks(low, high, _Y_TICKS)
     step = marks[1] - marks[0] if len(marks) > 1 else high - low
     return (min(marks[0], low) if marks[0] <= low else marks[0] - step), max(
         marks[-1] + (step if marks[-1] < high else 0), high
@@ -94,6 +97,8 @@ def axis_range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _legend(chart: Chart) -> str:
+    if len(chart.curves) == 1 and not chart.parts and not chart.named:
+        return ""  # the title says it
     entries = [(curve.style, curve.label) for curve in chart.curves]
     entries += list(zip(_PART_CLASSES, PARTS, strict=True)) if chart.parts else []
     return "".join(f'<span class="key"><i class="{style}"></i>{text(label)}</span>' for style, label in entries)
@@ -144,7 +149,7 @@ def _mark_words(mark: Mark, style: str) -> str:
 def _axes(chart: Chart, x: Scale, y: Scale, percent: Scale) -> list[str]:
     bottom, top = y.start, y.end
     drawn = [f'<text class="unit" x="4" y="12">{text(chart.unit)}</text>']
-    for value in ticks(chart.bottom, chart.top, 4):
+    for value in ticks(chart.bottom, chart.top, _Y_TICKS):
         at = pixel(y(value))
         drawn.append(f'<path class="grid" d="M{pixel(x.start)} {at}H{pixel(x.end)}"/>')
         drawn.append(
@@ -152,7 +157,7 @@ def _axes(chart: Chart, x: Scale, y: Scale, percent: Scale) -> list[str]:
         )
     if chart.right_top is not None:
         drawn.append(f'<text class="unit end util-text" x="{pixel(x.end + 44)}" y="12">{text(chart.right_unit)}</text>')
-        for value in ticks(0.0, chart.right_top, 4):
+        for value in ticks(0.0, chart.right_top, _Y_TICKS):
             at, height = pixel(x.end + 6), pixel(percent(value) + 4)
             drawn.append(f'<text class="tick util-text" x="{at}" y="{height}">{number(value)}</text>')
     for seconds in x_ticks(x.high, max(2, round((x.end - x.start) / 110))):

@@ -50,8 +50,9 @@ def page(runs: Sequence[RunReport], traces: Sequence[TraceSummary], *, remarks: 
 def _how_to_read() -> str:
     return (
         '<p class="soft">Levels are means of one logging window, over all ranks; nothing is drawn where nothing was '
-        'measured.<i class="swatch-out"></i>steps left out of every rate (warm-up, traced, resume)'
-        '<i class="swatch-pause"></i>evaluation or saving<i class="swatch-resumed"></i>resumed from a checkpoint</p>'
+        'measured. <span class="key"><i class="swatch-out"></i>steps left out of every rate</span> '
+        '<span class="key"><i class="swatch-pause"></i>evaluation or saving</span> '
+        '<span class="key"><i class="swatch-resumed"></i>resumed from a checkpoint</span></p>'
     )
 
 
@@ -75,6 +76,7 @@ def _several(runs: Sequence[RunReport]) -> str:
 
 
 def _cell(chart: Chart, run: RunReport, longest: float) -> str:
+    chart = replace(chart, title=f"{run.name}: {chart.title}")
     if not chart.curves and not chart.parts:
         return f'<figure><figcaption><b>{text(chart.title)}</b></figcaption><p class="soft">not measured</p></figure>'
     return figure(chart, run, wide_px=_HALF_PX, duration_s=longest)
@@ -89,7 +91,7 @@ def _together(runs: Sequence[RunReport], longest: float) -> str:
     if not curves:
         return ""
     top = axis_top([value for curve in curves for value in _values(curve.levels)])
-    chart = Chart(title="Real tokens per second, all runs", unit="tokens/s", curves=curves, top=top)
+    chart = Chart(title="Real tokens per second, all runs", unit="tokens/s", curves=curves, top=top, named=True)
     return figure(chart, _unmarked(runs[0]), wide_px=_FULL_PX, duration_s=longest)
 
 
@@ -119,7 +121,7 @@ def _speed(runs: Sequence[RunReport]) -> list[Chart]:
     styles = {"slots": "slots", "real_tokens": "real", "utilization": "util"}
     return [
         Chart(
-            title="Tokens per second and GPU utilisation",
+            title="Tokens per second" + (" and GPU utilisation" if "utilization" in run.curves else ""),
             unit="tokens/s",
             curves=tuple(
                 Curve(label=label, style=styles[name], levels=run.curves[name], right=right)
@@ -218,7 +220,7 @@ _FACTS: tuple[tuple[str, Callable[[RunReport], str | None]], ...] = (
     ("steps with NaN gradients", lambda run: f"{run.nonfinite_steps:,}" if run.nonfinite_steps else None),
     ("ranks", lambda run: None if run.world_size is None else f"{run.world_size:,}"),
     ("training time", lambda run: duration(run.training_time_s)),
-    ("pauses: evaluation, saving, logging", lambda run: _pauses(run)),
+    ("pauses", lambda run: _pauses(run)),
     ("real tokens", lambda run: _tokens(run, run.tokens.real)),
     ("slots", lambda run: _tokens(run, run.tokens.slots)),
     ("target tokens", lambda run: _tokens(run, run.tokens.target)),
@@ -274,8 +276,9 @@ def _left_out(run: RunReport) -> str | None:
     return ", ".join(f"{count:,} {reason}" for reason, count in run.excluded_steps.items()) or None
 
 
-def _pauses(run: RunReport) -> str:
-    return ", ".join(duration(seconds) for seconds in (run.eval_time_s, run.save_time_s, run.log_time_s))
+def _pauses(run: RunReport) -> str | None:
+    pauses = (("evaluation", run.eval_time_s), ("saving", run.save_time_s), ("logging", run.log_time_s))
+    return ", ".join(f"{what} {duration(seconds)}" for what, seconds in pauses if seconds) or None
 
 
 def _tokens(run: RunReport, count: int | None) -> str | None:

@@ -31,7 +31,7 @@ sans-serif}
 main{max-width:1200px;margin:0 auto;padding:24px 20px 60px}
 h1{font-size:24px;margin:0 0 4px}h2{font-size:19px;margin:36px 0 10px;overflow-wrap:anywhere}
 h3{font-size:16px;margin:22px 0 6px;overflow-wrap:anywhere}
-p{margin:6px 0;max-width:90ch}.soft{color:var(--soft);font-size:13px}
+p{margin:6px 0;max-width:110ch}.soft{color:var(--soft);font-size:13px}
 .card,figure{background:var(--paper);border:1px solid var(--line);border-radius:8px;padding:14px 16px;margin:12px 0}
 figure{padding:10px 12px 4px}
 figcaption{font-size:14px;display:flex;flex-wrap:wrap;gap:2px 16px;align-items:baseline}
@@ -73,10 +73,8 @@ color:#8c6d46}.r7{color:#5b6675}
 .p0{color:#d9a300}.p1{color:#8259a8}.p2{color:#2b9a8b}.p3{color:#c3cad3}
 .out{fill:#5b6675;fill-opacity:.2}.pause{fill:#2e8b57;fill-opacity:.15}
 .resumed{stroke:#c0392b;stroke-dasharray:4 3;fill:none;stroke-width:1.5}
-.swatch-out,.swatch-pause,.swatch-resumed{display:inline-block;width:14px;height:10px;margin:0 4px 0 10px;
-border-radius:2px}
-.swatch-out{background:rgba(91,102,117,.3)}.swatch-pause{background:rgba(46,139,87,.25)}
-.swatch-resumed{width:0;border-left:2px dashed #c0392b;border-radius:0;height:12px}
+.key .swatch-out{background:rgba(91,102,117,.3)}.key .swatch-pause{background:rgba(46,139,87,.25)}
+.key .swatch-resumed{width:0;border-left:2px dashed #c0392b;border-radius:0;height:12px;background:none}
 .hint{fill:transparent}.hint:hover{fill:rgba(28,36,48,.07)}
 .idle{fill:#f1e3e3}.idle-key{color:#f1e3e3}
 .narrow{display:none}
