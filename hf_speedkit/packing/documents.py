@@ -74,8 +74,13 @@ def prepare_documents(
 
 
 def document_lengths(dataset: Dataset) -> _Ints:
-    """Tokens of each document of a tokenized map-style dataset, int64 [rows]; reads offsets, not tokens."""
+    """Tokens of each document of a tokenized map-style dataset, int64 [rows]; reads offsets, not tokens.
+
+    Raises:
+        DatasetError: input_ids are no lists of integers.
+    """
     documents = dataset.select_columns(["input_ids"]).with_format("arrow")
+    _refuse_other_columns(documents)
     # An index mapping (after shuffle or filter) has to be followed block by block; without one this is one slice.
     parts = [_list_lengths(block["input_ids"]) for block in _blocks(documents)]
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
@@ -119,7 +124,27 @@ def _token_columns(dataset: Dataset) -> Dataset:
         )
     if not len(dataset):
         raise DatasetError("the dataset holds no documents", mend="check the split, the path and the filters")
-    return dataset.select_columns([name for name in ("input_ids", "labels") if name in names])
+    masks = sorted({"completion_mask", "assistant_masks"} & set(names))
+    if masks and "labels" not in names:
+        raise DatasetError(
+            f"the dataset has {' and '.join(masks)} but no labels, and labels alone say what is a target",
+            mend="add labels: input_ids, with -100 where a mask is 0; SpeedSFTTrainer does",
+            regardless=f"dataset.remove_columns({masks}) makes every token a target",
+        )
+    documents = dataset.select_columns([name for name in ("input_ids", "labels") if name in names])
+    _refuse_other_columns(documents)
+    return documents
+
+
+def _refuse_other_columns(documents: Dataset) -> None:
+    """Refuse columns that are not lists of integers, before arrow or the first collated row does in its own words."""
+    for name, kind in documents.features.items():
+        item = getattr(getattr(kind, "feature", None), "dtype", "")
+        if not item.startswith(("int", "uint", "null")):  # lists of null: every document is empty
+            raise DatasetError(
+                f"{name} is {kind}, not a list of integers for each document",
+                mend="tokenize first (SpeedSFTTrainer does), or cast the column to List(Value('int32'))",
+            )
 
 
 def _scan(documents: Dataset) -> tuple[_Ints, _Ints]:
@@ -138,6 +163,7 @@ def _blocks(view: Dataset) -> Iterator[pa.Table]:
 
 def _count_block(block: pa.Table) -> tuple[_Ints, _Ints | None]:
     lengths = _list_lengths(block["input_ids"])
+    _flat(block["input_ids"])
     if "labels" not in block.column_names:
         return lengths, None
     label_lengths = _list_lengths(block["labels"])
@@ -167,12 +193,17 @@ def _list_lengths(column: pa.ChunkedArray) -> _Ints:
     return np.asarray(lengths.to_numpy(), dtype=np.int64)
 
 
-def _values(column: pa.ChunkedArray) -> _Ints:
+def _flat(column: pa.ChunkedArray) -> list[pa.Array]:
+    """The values of a list column, one array a chunk; refuses values that are null."""
     # flatten() honours the offset of a slice; the child buffer behind it holds the whole table's values.
     parts = [chunk.flatten() for chunk in column.chunks]
     if any(part.null_count for part in parts):
         raise DatasetError("a document holds a token or label without a value", mend="filter such rows out")
-    arrays = [part.to_numpy(zero_copy_only=False) for part in parts]
+    return parts
+
+
+def _values(column: pa.ChunkedArray) -> _Ints:
+    arrays = [part.to_numpy(zero_copy_only=False) for part in _flat(column)]
     return np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int64)
 
 

@@ -64,7 +64,7 @@ def read_document(row: Mapping[str, Any], report: DocumentReport) -> tuple[tuple
         The documents to train on (none, one, or the pieces of a split one) and the report with this row in it.
 
     Raises:
-        DatasetError: no input_ids, or labels of another length.
+        DatasetError: no input_ids, something else than token ids in them, or labels of another length.
         PackingError: a document longer than a row under "error".
     """
     document = _document(row)
@@ -91,20 +91,40 @@ def read_document(row: Mapping[str, Any], report: DocumentReport) -> tuple[tuple
 
 
 def _document(row: Mapping[str, Any]) -> StreamDocument:
+    if not isinstance(row, Mapping):
+        raise DatasetError(
+            f"a row of the stream is a {type(row).__name__}",
+            mend="stream.with_format(None): rows are dictionaries, not tables",
+        )
     if row.get("input_ids") is None:
         raise DatasetError(
             "a row of the stream has no input_ids",
             evidence=(f"its columns: {', '.join(sorted(map(str, row))) or 'none'}",),
             mend="tokenize first; SpeedSFTTrainer does",
         )
-    ids = np.asarray(row["input_ids"], dtype=np.int64)
-    labels = ids if row.get("labels") is None else np.asarray(row["labels"], dtype=np.int64)
+    ids = _integers(row, "input_ids")
+    labels = ids if row.get("labels") is None else _integers(row, "labels")
     if len(ids) != len(labels):
         raise DatasetError(
             f"a document of the stream has {len(ids)} input_ids and {len(labels)} labels",
             mend="give each token a label, -100 where it is no target; do not shift them",
         )
     return StreamDocument(ids, labels)
+
+
+def _integers(row: Mapping[str, Any], name: str) -> _Ints:
+    """A column of one row, int64 [tokens]; numbers with a fraction and text are refused, not rounded or parsed."""
+    try:
+        values = np.asarray(row[name])
+    except ValueError:  # lists of unequal length
+        values = np.zeros((1, 1))
+    if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
+        raise DatasetError(
+            f"{name} of a row of the stream are no list of integers",
+            evidence=(f"found {str(row[name])[:80]}",),
+            mend="tokenize first; SpeedSFTTrainer does",
+        )
+    return values.astype(np.int64, copy=False)
 
 
 def _cut(document: StreamDocument, report: DocumentReport) -> tuple[tuple[StreamDocument, ...], DocumentReport]:
