@@ -35,7 +35,7 @@ def ticks(low: float, high: float, count: int = 5) -> tuple[float, ...]:
         return (low,)
     raw = (high - low) / max(1, count)
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power >= raw * 0.999)
+    step = next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power >= raw * (1 - 1e-9))
     return _multiples(low, high, step)
 
 
@@ -54,7 +54,7 @@ def rounded_up(high: float, count: int = 5) -> float:
         return 1.0
     marks = ticks(0.0, high, count)
     step = marks[1] - marks[0] if len(marks) > 1 else high
-    return step * math.ceil(high / step * 0.9999)
+    return step * math.ceil(high / step - 1e-8)
 
 
 def number(value: float) -> str:
