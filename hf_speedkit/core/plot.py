@@ -33,10 +33,7 @@ def ticks(low: float, high: float, count: int = 5) -> tuple[float, ...]:
     """Round numbers (1, 2 or 5 times a power of ten) from low to high, about `count` of them."""
     if not high > low:
         return (low,)
-    raw = (high - low) / max(1, count)
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power >= raw * (1 - 1e-9))
-    return _multiples(low, high, step)
+    return _multiples(low, high, _step(high - low, count))
 
 
 def time_ticks(high_s: float, count: int = 6) -> tuple[float, ...]:
@@ -52,8 +49,7 @@ def rounded_up(high: float, count: int = 5) -> float:
     """The smallest round number that is not below `high`: the end of an axis from 0, so that its last tick is there."""
     if high <= 0:
         return 1.0
-    marks = ticks(0.0, high, count)
-    step = marks[1] - marks[0] if len(marks) > 1 else high
+    step = _step(high, count)
     return step * math.ceil(high / step - 1e-8)
 
 
@@ -141,6 +137,13 @@ def bar_path(bars: Iterable[tuple[float, float, float, float]]) -> str:
 def pixel(value: float) -> str:
     """A coordinate, rounded to 0.1."""
     return f"{round(value, 1) + 0.0:.1f}".removesuffix(".0")
+
+
+def _step(length: float, count: int) -> float:
+    """The least of 1, 2, 5 times a power of ten that cuts a length into at most `count` parts."""
+    raw = length / max(1, count) * (1 - 1e-9)
+    power = 10.0 ** math.floor(math.log10(raw))
+    return next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power >= raw)
 
 
 def _multiples(low: float, high: float, step: float) -> tuple[float, ...]:
