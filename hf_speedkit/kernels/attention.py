@@ -23,6 +23,8 @@ from hf_speedkit.core.errors import ConfigurationError, KernelAssertionError
 # transformers takes names that contain "flash" for its own packages (utils/generic.py, is_flash_attention_requested).
 NAME = "speedkit_varlen"
 MAX_HEAD_DIM = 256
+# What transformers 5.23's configurations call dropout of attention weights (GPT-2 and its kin: attn_pdrop).
+_DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
 
 def register() -> str:
@@ -47,8 +49,9 @@ def unsupported_reason(config: Any, *, dtype: torch.dtype, device: torch.device)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if getattr(config, "attn_logit_softcapping", None):
         return "it soft-caps attention logits"
-    if getattr(config, "attention_dropout", 0.0):
-        return f"attention_dropout={config.attention_dropout}"
+    for name in _DROPOUT_NAMES:
+        if getattr(config, name, 0.0):
+            return f"{name}={getattr(config, name)}"
     if config.model_type in ("gpt_oss",):
         return "it uses attention sinks"
     if device.type == "cpu":

@@ -139,6 +139,11 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         self._check_choices()
         if self.packing:
             self._settle_packing()
+        elif self.eval_packing:
+            raise ConfigurationError(
+                "eval_packing=True without packing: packed rows need the collator that packing=True brings",
+                mend="set packing=True as well, or leave eval_packing unset",
+            )
 
     def _check_choices(self) -> None:
         for name, choices in (

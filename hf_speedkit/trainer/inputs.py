@@ -35,14 +35,15 @@ def check_dataset(dataset: object, *, text_field: str, formatting_func: object =
             f"the {name} dataset is {type(dataset).__name__}",
             mend='pass a datasets.Dataset, for example datasets.load_dataset("json", data_files=...)["train"]',
         )
-    if isinstance(dataset, IterableDataset):
-        return
-    if len(dataset) == 0:
+    streaming = isinstance(dataset, IterableDataset)
+    if next(iter(dataset), None) is None if streaming else len(dataset) == 0:
         raise DatasetError(
             f"the {name} dataset has no rows",
-            evidence=(f"columns: {', '.join(dataset.column_names) or 'none'}",),
+            evidence=(f"columns: {', '.join(dataset.column_names or ()) or 'none'}",),
             mend="check the split and the filters that were applied to it",
         )
+    if streaming:
+        return
     columns = set(dataset.column_names)
     usable = (
         bool({"input_ids", "messages", "conversations", text_field} & columns)
@@ -58,6 +59,16 @@ def check_dataset(dataset: object, *, text_field: str, formatting_func: object =
         )
     if "input_ids" not in columns:
         _check_conversations(dataset, name)
+
+
+def _refuse_idle_mask(columns: set[str], completion_only_loss: bool | None, name: str) -> None:
+    # TRL 1.16 takes completion_only_loss=None for False where prompts are tokenized already (sft_trainer.py, __init__).
+    if completion_only_loss is None and {"input_ids", "completion_mask"} <= columns and "labels" not in columns:
+        raise DatasetError(
+            f"the {name} dataset brings a completion_mask that nothing applies: prompts would be trained on too",
+            mend="completion_only_loss=True",
+            regardless="completion_only_loss=False trains on prompts and completions",
+        )
 
 
 def with_template_kwargs(dataset: Dataset | IterableDataset, args: SFTConfig) -> Dataset | IterableDataset:
@@ -87,7 +98,12 @@ def named_datasets(train_dataset: Any, eval_dataset: Any) -> list[tuple[str, Any
 
 
 def check_packing_request(
-    args: SpeedSFTConfig, data_collator: Any, train_dataset: Any, eval_dataset: Any, model: Any
+    args: SpeedSFTConfig,
+    data_collator: Any,
+    train_dataset: Any,
+    eval_dataset: Any,
+    model: Any,
+    peft_config: Any = None,
 ) -> None:
     """Refuse what packing cannot do, before anything is tokenized.
 
@@ -100,8 +116,12 @@ def check_packing_request(
             mend="leave data_collator out, or set packing=False",
         )
     refuse_split_rows(args.parallelism_config)
+    for name, dataset in named_datasets(train_dataset, eval_dataset):
+        _refuse_idle_mask(set(dataset.column_names or ()), args.completion_only_loss, name)
     if isinstance(train_dataset, IterableDataset):
         check_stream_settings(args)
+    else:
+        _refuse_cut_batches(args.accelerator_config)
     if args.eval_packing is not False and any(
         isinstance(d, IterableDataset) for _, d in named_datasets(None, eval_dataset)
     ):
@@ -114,6 +134,7 @@ def check_packing_request(
             "reentrant checkpointing cannot be probed for isolation (torch.autograd.grad does not pass through it)",
             mend='activation_checkpointing_kwargs={"use_reentrant": False}, which is also what torch recommends',
         )
+    _refuse_virtual_tokens(model, peft_config)
     if not isinstance(model, str):
         refuse_leaking_family(model.config.get_text_config().model_type)
 
@@ -136,6 +157,25 @@ def refuse_split_rows(parallel: Any) -> None:
             "packed rows cannot be split over ranks: document boundaries would be lost",
             evidence=(f"the parallelism_config has {', '.join(on)}",),
             mend="set cp_size, sp_size and tp_size to 1, or packing=False",
+        )
+
+
+def _refuse_cut_batches(accelerator: Any) -> None:
+    for name in ("split_batches", "dispatch_batches"):
+        if getattr(accelerator, name, None):
+            raise ConfigurationError(
+                f"accelerator_config has {name}=True, which cuts rows and hands the parts to the ranks",
+                evidence=("packing gives every rank rows of its own, planned for all ranks at once",),
+                mend=f"leave {name} unset",
+            )
+
+
+def _refuse_virtual_tokens(model: Any, peft_config: Any) -> None:
+    adapter = peft_config if peft_config is not None else getattr(model, "active_peft_config", None)
+    if getattr(adapter, "is_prompt_learning", False):
+        raise ConfigurationError(
+            f"{type(adapter).__name__} puts virtual tokens before a row, not before each of its documents",
+            mend="use LoRA, or set packing=False",
         )
 
 

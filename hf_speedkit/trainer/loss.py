@@ -13,6 +13,9 @@ import torch
 from trl import SFTTrainer
 
 from hf_speedkit.core.records import TokenCounts
+from hf_speedkit.packing.boundaries import IGNORE_INDEX
+
+_MEANS = "eval means"
 
 
 class TokenSums(NamedTuple):
@@ -59,7 +62,10 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
             self.count_tokens(mode, counts)
         real = _real_tokens(inputs, counts)
         if return_outputs or not self._is_plain_nll():
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            if mode == "eval":
+                self._add_mean(result[0] if return_outputs else result, inputs.get("labels"))
+            return result
         outputs = model(**{**inputs, "use_cache": False}, fused_lm_head=True)
         nll = -outputs.log_probs.sum()
         targets = outputs.label_mask.sum()
@@ -95,6 +101,16 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
         sums_by_mode = self.__dict__.setdefault("_sums", {})
         sums_by_mode[mode] = sums_by_mode[mode] + row if mode in sums_by_mode else row
 
+    def _add_mean(self, loss: torch.Tensor, labels: torch.Tensor | None) -> None:
+        """A micro-batch's mean loss back to a sum, under a name of its own: its entropy is TRL's to log."""
+        if labels is None:
+            return
+        targets = labels[:, 1:].ne(IGNORE_INDEX).sum()
+        nothing = torch.zeros_like(targets)
+        # A row without targets weighs nothing, whatever its mean is.
+        nll = torch.where(targets > 0, loss.detach() * targets, 0.0)
+        self._add_sums(_MEANS, torch.stack((targets, nothing, nothing, nll)), 0)
+
     def _reduced_sums(self, mode: str) -> TokenSums | None:
         """The window's sums over all ranks; every rank must call it. One collective and one host read."""
         sums = getattr(self, "_sums", {}).get(mode)
@@ -128,9 +144,10 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
         tokens does not (case V26).
         """
         prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
-        self._reset_sums("eval")
+        for kind in ("eval", _MEANS):
+            self._reset_sums(kind)
         output = super().evaluation_loop(*args, **kwargs)
-        sums = self._reduced_sums("eval")
+        sums = self._reduced_sums("eval") or self._reduced_sums(_MEANS)
         if sums is not None and sums.targets > 0 and f"{prefix}_loss" in output.metrics:
             output.metrics[f"{prefix}_loss"] = sums.nll / sums.targets
         return output

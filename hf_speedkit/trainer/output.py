@@ -33,6 +33,7 @@ def refuse_existing_run(output_dir: str | Path, found: str | None) -> None:
     raise ConfigurationError(
         f"output_dir {str(output_dir)!r} already holds a run",
         evidence=(f"found {found}",),
-        mend="choose another output_dir, or continue that run with resume_from_checkpoint=true",
+        mend="choose another output_dir, or continue that run: trainer.train(resume_from_checkpoint=True), in the "
+        "recipe --resume_from_checkpoint true",
         regardless="allow_existing_output=true writes over it",
     )

@@ -98,7 +98,7 @@ class SpeedSFTTrainer(StreamedBatches):
         for name, dataset in named_datasets(train_dataset, eval_dataset):
             check_dataset(dataset, text_field=args.dataset_text_field, formatting_func=formatting_func, name=name)
         if self.packing_active:
-            check_packing_request(args, data_collator, train_dataset, eval_dataset, model)
+            check_packing_request(args, data_collator, train_dataset, eval_dataset, model, peft_config)
         super().__init__(
             model=model,
             args=args,
@@ -157,7 +157,7 @@ class SpeedSFTTrainer(StreamedBatches):
             return stream
         dataset, report = prepare_documents(dataset, tokens_per_batch=args.row_slots, overlong=args.overlong)
         check_mask(report, masked=masked, name=name)
-        self._reports[name] = report
+        self._reports.setdefault(name, report)  # "train" is the first of that name: an evaluation set may have it too
         logger.info("%s documents: %s", name, report.sentence())
         log_example(dataset, self._tokenizer, name)
         return dataset
@@ -330,7 +330,8 @@ class SpeedSFTTrainer(StreamedBatches):
             references=self.kernel_mode != "strict",
             attention=self.args.packed_attention,
         ) as changed:
-            self._changed_layers = changed or self._changed_layers
+            # Evaluation between steps finds most of it done already.
+            self._changed_layers += tuple(line for line in changed if line not in self._changed_layers)
             yield
 
     def _throughput_callback(self) -> ThroughputCallback:

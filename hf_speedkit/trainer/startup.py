@@ -19,9 +19,27 @@ from hf_speedkit.trainer.kernel_callback import activation_dtype
 from hf_speedkit.trainer.saved_totals import load_totals
 
 if TYPE_CHECKING:
+    import torch
+
     from hf_speedkit.trainer.sft import SpeedSFTTrainer
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def training_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Put a model into training mode and back, each module as it was.
+
+    The Trainer (transformers 5.23, trainer.py:2072) does so only at the first step, and `from_pretrained` gives
+    evaluation mode, in which nothing is checkpointed: the probe would hold every layer's activations.
+    """
+    evaluating = [module for module in model.modules() if not module.training]
+    model.train()
+    try:
+        yield
+    finally:
+        for module in evaluating:
+            module.training = False
 
 
 class StartupProof(TrainerCallback):  # type: ignore[misc]
@@ -56,7 +74,7 @@ class StartupProof(TrainerCallback):  # type: ignore[misc]
             return
         batch = agree(self._batch)
         if self._trainer.args.isolation_check:
-            with self._timed("isolation"):
+            with self._timed("isolation"), training_mode(self._trainer.model_wrapped):
                 self.isolation = agree(lambda: assert_isolation(self._trainer.model_wrapped, batch))
             logger.info("isolation proven on %d packed documents", self.isolation.documents)
 

@@ -100,6 +100,7 @@ def test_what_the_kernel_does_not_have_is_refused(asked):
         ({}, None),
         ({"attn_logit_softcapping": 50.0}, "soft-caps"),
         ({"attention_dropout": 0.1}, "attention_dropout"),
+        ({"attn_pdrop": 0.1}, "attn_pdrop"),
     ],
 )
 def test_the_reason_a_model_cannot_use_it_is_named(change, reason):

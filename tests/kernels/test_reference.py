@@ -246,3 +246,15 @@ def test_an_activation_that_no_kernel_has_is_refused():
     x, weight, _ = convolution_inputs(5)
     with pytest.raises(ValueError, match="'gelu' is not supported"):
         causal_conv1d_fn(x, weight, activation="gelu")
+
+
+def test_autocast_does_not_reach_inside():
+    """What mixed precision on a CPU does by itself: a product in bfloat16, and then a solver that has none."""
+    inputs = delta_rule_inputs(40, dtype=torch.float32)
+    x, weight, bias = convolution_inputs(40, dtype=torch.float32)
+    numbers, edges = document_numbers((15, 25)), borders((15, 25))
+    plain = causal_conv1d_fn(x, weight, bias, seq_idx=numbers), chunk_gated_delta_rule(*inputs, cu_seqlens=edges)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = causal_conv1d_fn(x=x, weight=weight, bias=bias, seq_idx=numbers)
+        cast = found, chunk_gated_delta_rule(*inputs, cu_seqlens=edges)[0]
+    assert all(torch.equal(a, b) for a, b in zip(plain, cast, strict=True))

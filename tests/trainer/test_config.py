@@ -62,6 +62,7 @@ def test_checkpointing_can_be_set_by_either_name(tmp_path, name, on):
         ({"tokens_per_batch": 0}, "no token to predict"),
         ({"per_device_eval_batch_size": 8}, "per_device_eval_batch_size=1"),
         ({"auto_find_batch_size": True}, "lower tokens_per_batch"),
+        ({"packing": False, "eval_packing": True}, "set packing=True as well"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -28,5 +28,5 @@ def test_the_refusal_names_the_three_ways_on(tmp_path):
     refuse_existing_run(tmp_path, None)
     with pytest.raises(ConfigurationError) as refused:
         refuse_existing_run(tmp_path, "checkpoint-5")
-    for way in ("another output_dir", "resume_from_checkpoint=true", "allow_existing_output=true"):
+    for way in ("another output_dir", "resume_from_checkpoint=True", "allow_existing_output=true"):
         assert way in str(refused.value)

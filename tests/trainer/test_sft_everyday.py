@@ -1,0 +1,138 @@
+"""SpeedSFTTrainer with what real jobs bring along: metrics, mixtures of experts, mixed precision, several trainers."""
+
+import copy
+
+import pytest
+import torch
+from support import tiny_hybrid, tiny_llama, tiny_tokenizer, tokenized
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
+from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.trainer.startup import training_mode
+
+LENGTHS = [9, 4, 17, 2, 30, 8]
+HELD_OUT = [2, 2, 2, 30, 4, 25, 3, 3]
+
+
+def trainer_for(path, *, model=None, **changes):
+    extra = {key: changes.pop(key) for key in ("eval_dataset", "compute_metrics", "peft_config") if key in changes}
+    values = {
+        "output_dir": str(path), "use_cpu": True, "bf16": False, "tokens_per_batch": 32, "disable_tqdm": True,
+        "activation_checkpointing": False, "save_strategy": "no", "logging_steps": 1, "num_train_epochs": 1,
+        "learning_rate": 1e-3, "report_to": "none",
+    }  # fmt: skip
+    return SpeedSFTTrainer(
+        model=tiny_hybrid() if model is None else model,
+        args=SpeedSFTConfig(**{**values, **changes}),
+        train_dataset=tokenized(LENGTHS),
+        processing_class=tiny_tokenizer(),
+        **extra,
+    )
+
+
+def tiny_mixture():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return MixtralForCausalLM(
+        MixtralConfig(**sizes, vocab_size=64, num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2)
+    )
+
+
+def token_mean_loss(model, dataset):
+    model = copy.deepcopy(model).eval()
+    total = 0.0
+    with torch.no_grad():
+        for row in dataset:
+            ids = torch.tensor([row["input_ids"]])
+            logits = model(ids, use_cache=False).logits[0, :-1]
+            total += float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+    return total / sum(len(row["input_ids"]) - 1 for row in dataset)
+
+
+@pytest.mark.filterwarnings("ignore:`return_outputs=True`:FutureWarning")
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_v26_eval_loss_is_the_mean_over_target_tokens_with_compute_metrics_too(tmp_path, packed):
+    held_out = tokenized(HELD_OUT, seed=7)
+    changes = {} if packed else {"packing": False, "max_length": None, "per_device_eval_batch_size": 3}
+    trainer = trainer_for(tmp_path, eval_dataset=held_out, compute_metrics=lambda prediction: {"rows": 1.0}, **changes)
+    found = trainer.evaluate()
+    assert found["eval_rows"] == 1.0
+    assert found["eval_loss"] == pytest.approx(token_mean_loss(tiny_hybrid(), held_out), rel=1e-5)
+
+
+def test_v26_eval_loss_of_a_mixture_of_experts_weighs_tokens_and_not_rows(tmp_path):
+    """TRL's loss serves it, row by row; the auxiliary loss is made too small to be seen."""
+    held_out = tokenized(HELD_OUT, seed=7)
+    model = tiny_mixture()
+    trainer = trainer_for(tmp_path, model=model, eval_dataset=held_out, router_aux_loss_coef=1e-9)
+    assert trainer.aux_loss_enabled
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(token_mean_loss(model, held_out), rel=1e-5)
+
+
+def test_the_isolation_probe_sees_the_model_as_it_trains(tmp_path):
+    """A loaded model is in evaluation mode, where nothing is checkpointed and no dropout is drawn."""
+    model = tiny_hybrid().eval()
+    seen = []
+    model.model.layers[0].register_forward_pre_hook(lambda module, args: seen.append(module.training))
+    trainer_for(tmp_path, model=model, activation_checkpointing=True, max_steps=1).train()
+    assert len(seen) >= 3
+    assert all(seen)
+
+
+def test_training_mode_gives_each_module_back_its_own():
+    model = tiny_llama().eval()
+    model.model.layers[1].train()
+    before = [module.training for module in model.modules()]
+    with pytest.raises(RuntimeError, match="boom"), training_mode(model):
+        assert all(module.training for module in model.modules())
+        raise RuntimeError("boom")
+    assert [module.training for module in model.modules()] == before
+
+
+def test_a_hybrid_trains_in_mixed_precision_on_a_cpu(tmp_path):
+    """TRL turns bf16 on by itself."""
+    trainer = trainer_for(tmp_path, bf16=True, max_steps=2)
+    trainer.train()
+    assert (trainer.startup.isolation.output_change, trainer.startup.isolation.gradient_leak) == (0.0, 0.0)
+
+
+def test_an_evaluation_set_named_train_does_not_take_the_place_of_the_data(tmp_path):
+    trainer = trainer_for(tmp_path, eval_dataset={"train": tokenized([5]), "test": tokenized([6])})
+    assert trainer.summary().documents.documents == len(LENGTHS)
+
+
+def test_the_summary_still_says_what_was_changed_after_evaluations(tmp_path):
+    trainer = trainer_for(tmp_path, eval_dataset=tokenized([5]), eval_strategy="steps", eval_steps=1, max_steps=2)
+    trainer.train()
+    changed = trainer.summary().changed_layers
+    assert len(changed) == len(set(changed)) == 2
+    assert "attention: sdpa -> speedkit_varlen" in changed
+
+
+def test_a_model_with_attention_dropout_by_another_name_keeps_its_attention(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, vocab_size=64, bos_token_id=1, eos_token_id=1, pad_token_id=0))
+    assert model.config.attn_pdrop > 0
+    trainer = trainer_for(tmp_path, model=model, max_steps=1)
+    trainer.train()
+    assert trainer.startup.isolation.passed
+    assert trainer.summary().changed_layers == ()
+
+
+@pytest.mark.parametrize("name", ["split_batches", "dispatch_batches"])
+def test_batches_that_accelerate_would_cut_are_refused(tmp_path, name):
+    with pytest.raises(ConfigurationError, match=f"leave {name} unset"):
+        trainer_for(tmp_path, accelerator_config={name: True})
+
+
+def test_adapters_with_virtual_tokens_are_refused(tmp_path):
+    """Prompt and prefix tuning; peft is not installed here, and only this attribute is read."""
+
+    class PromptTuningConfig:
+        is_prompt_learning = True
+
+    with pytest.raises(ConfigurationError, match="PromptTuningConfig puts virtual tokens before a row"):
+        trainer_for(tmp_path, peft_config=PromptTuningConfig())
