@@ -83,6 +83,19 @@ def test_v04_a_leak_is_seen_however_fast_the_state_forgets(hybrid, monkeypatch, 
     assert report.output_change > 1e-2  # far above what rounding does to log-probabilities of about 4
 
 
+@pytest.mark.parametrize("lengths", [(40, 24), (24, 40), (60, 2), (40, 24, 1), (30, 1, 1, 8)])
+def test_v04_the_first_document_is_never_the_one_under_test_for_nothing_can_reach_it(hybrid, monkeypatch, lengths):
+    leaky(monkeypatch, "torch_chunk_gated_delta_rule")
+    report = probe_isolation(hybrid, packed(lengths, slots=sum(lengths)))
+    assert report.probed_document > 0
+    assert "recurrence" in report.leaks
+
+
+def test_a_row_whose_only_long_document_is_the_first_proves_nothing(hybrid):
+    with pytest.raises(IsolationError, match="cannot be proven"):
+        assert_isolation(hybrid, packed((9, 1, 1), slots=11))
+
+
 def test_v01_position_ids_alone_do_not_keep_a_hybrid_apart(hybrid):
     batch = packed((7, 9), slots=16, cu_seq_lens_q=None, cu_seq_lens_k=None, seq_idx=None, chunk_indices=None)
     report = probe_isolation(hybrid, batch)
