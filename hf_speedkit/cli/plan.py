@@ -50,7 +50,18 @@ def plan(
 
     if (lengths is None) == (dataset is None):
         raise typer.BadParameter("give MODEL_OR_TOKENIZER and DATASET, or --lengths FILE.json", param_hint="DATASET")
+    from hf_speedkit.packing.documents import OVERLONG
+
+    if overlong not in OVERLONG:
+        raise typer.BadParameter(f"one of: {', '.join(OVERLONG)}", param_hint="--overlong")
     arguments = _template_arguments(template_kwargs)
+    settings = {
+        "tokens_per_batch": tokens_per_batch,
+        "ranks": ranks,
+        "accumulation": accumulation,
+        "epochs": epochs,
+        "overlong": overlong,
+    }
     try:
         documents = (
             plan_data.from_file(lengths)
@@ -68,18 +79,9 @@ def plan(
     except plan_data.NotFoundError as error:
         raise typer.BadParameter(str(error), param_hint="DATASET") from error
     except SpeedkitError as error:
+        if as_json:
+            typer.echo(json.dumps(_empty_result(settings) | {"error": str(error)}, indent=1))
         _refuse(error)
-    from hf_speedkit.packing.documents import OVERLONG
-
-    if overlong not in OVERLONG:
-        raise typer.BadParameter(f"one of: {', '.join(OVERLONG)}", param_hint="--overlong")
-    settings = {
-        "tokens_per_batch": tokens_per_batch,
-        "ranks": ranks,
-        "accumulation": accumulation,
-        "epochs": epochs,
-        "overlong": overlong,
-    }
     raise typer.Exit(_report(model, documents, settings, as_json=as_json))
 
 
@@ -91,13 +93,9 @@ def _report(model: str | None, documents: Documents, settings: dict[str, Any], *
 
     slots = settings["tokens_per_batch"]
     kept, fits = documents.fitted(slots, settings["overlong"])
-    result: dict[str, Any] = {
-        "settings": settings,
+    result = _empty_result(settings) | {
         "documents": documents.summary(slots),
         "findings": list(documents.findings),
-        "batchings": [],
-        "stragglers": None,
-        "error": None,
     }
     try:
         if not kept:
@@ -123,6 +121,18 @@ def _report(model: str | None, documents: Documents, settings: dict[str, Any], *
     else:
         print_plan(result, documents.lengths)
     return SUBJECT_IS_BAD if result["error"] else 0
+
+
+def _empty_result(settings: dict[str, Any]) -> dict[str, Any]:
+    """The keys of `--json`, whatever comes of it."""
+    return {
+        "settings": settings,
+        "documents": None,
+        "findings": [],
+        "batchings": [],
+        "stragglers": None,
+        "error": None,
+    }
 
 
 def _as_dict(record: Any) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from hf_speedkit.core.errors import DatasetError, SpeedkitError
 from hf_speedkit.core.flops import ModelFlops, model_flops
 
 _LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
+# Boundaries are 32-bit integers (cu_seq_lens): a longer document could not be packed by any kernel.
+_LONGEST = 2**31 - 1
 _QUANTILES = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99, 1.0)
 
 
@@ -73,11 +75,11 @@ def from_file(path: Path) -> Documents:
     """
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise NotFoundError(f"{path} cannot be read as JSON: {error}") from error
     counts = read.get("lengths") if isinstance(read, Mapping) else read
-    if not isinstance(counts, list) or not all(isinstance(c, int) and not isinstance(c, bool) for c in counts):
-        raise NotFoundError(f"{path} holds no list of token counts")
+    if not isinstance(counts, list) or not all(type(count) is int and 0 <= count <= _LONGEST for count in counts):
+        raise NotFoundError(f"{path} holds no list of token counts, whole numbers from 0 to {_LONGEST:,}")
     return _documents(counts)
 
 
@@ -108,6 +110,8 @@ def from_dataset(
     from hf_speedkit.packing.documents import document_lengths
 
     loaded = _load(dataset, split, config)
+    if not len(loaded):
+        return _documents([])
     if "input_ids" in loaded.column_names:
         return _documents(document_lengths(loaded).tolist())
     tokenizer = _tokenizer(model)
@@ -128,27 +132,33 @@ def count_tokens(
     """Tokens of one row as TRL would tokenize it: conversation, prompt and completion, or text with an end.
 
     Raises:
-        DatasetError: none of these columns.
+        DatasetError: none of these columns, or a conversation that the template refuses.
     """
+    from jinja2 import TemplateError
+
     messages = row.get("messages") or row.get("conversations")
     if row.get("prompt") is not None and row.get("completion") is not None:
         if not isinstance(row["prompt"], list):
             return {"tokens": len(tokenizer(row["prompt"] + _ended(row["completion"], tokenizer))["input_ids"])}
         messages = [*row["prompt"], *row["completion"]]
     if messages:
-        from hf_speedkit.trainer.conversation_checks import conversations_of
+        from hf_speedkit.trainer.conversation_checks import conversations_of, unrenderable
 
         found = conversations_of([{**row, "messages": messages, "prompt": None}])
         if not found:
             raise DatasetError("a conversation is no list of messages with roles", mend="use role and content")
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **{**template_arguments, **found[0][1]})
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, **{**template_arguments, **found[0][1]})
+        except (TemplateError, TypeError) as error:
+            raise unrenderable(messages, error) from error
         return {"tokens": len(tokenizer(text, add_special_tokens=False)["input_ids"])}
     if isinstance(row.get(text_field), str):
         return {"tokens": len(tokenizer(_ended(row[text_field], tokenizer))["input_ids"])}
+    empty = [] in (row.get("messages"), row.get("conversations"))
     raise DatasetError(
-        "a row has no text to count",
+        "a row has an empty conversation" if empty else "a row has no text to count",
         evidence=(f"its columns: {', '.join(sorted(map(str, row)))}",),
-        mend='name the column with --text-field, or give it "messages"',
+        mend='name the column with --text-field, or give it "messages"; filter rows without any',
     )
 
 
@@ -170,17 +180,27 @@ def _documents(counts: list[int], findings: tuple[str, ...] = ()) -> Documents:
 
 def _load(dataset: str, split: str, config: str | None) -> Any:
     from datasets import DatasetDict, load_dataset, load_from_disk
+    from datasets.exceptions import DatasetGenerationError
 
     path = Path(dataset)
+    if not dataset:
+        raise NotFoundError("the name of the dataset is empty")
+    if path.is_file() and not path.stat().st_size:
+        raise NotFoundError(f"{path} is empty")
     try:
         if path.is_dir() and ((path / "state.json").is_file() or (path / "dataset_dict.json").is_file()):
             loaded = load_from_disk(dataset)
             return loaded[split] if isinstance(loaded, DatasetDict) else loaded
-        if path.suffix in _LOADERS:
+        loader = _LOADERS.get(path.suffix.lower())
+        if loader is not None:
             if not path.is_file():
                 raise NotFoundError(f"no such file: {path}")
-            return load_dataset(_LOADERS[path.suffix], data_files=str(path), split="train")
+            return load_dataset(loader, data_files=str(path), split="train")
         return load_dataset(dataset, config, split=split)
+    except DatasetGenerationError as error:  # its own text only says that there is a cause
+        raise NotFoundError(f"dataset {dataset!r} cannot be loaded: {error.__cause__ or error}") from error
+    except IndexError as error:  # datasets 5.2 cannot load what it saved without rows
+        raise NotFoundError(f"dataset {dataset!r} holds no rows") from error
     except (OSError, ValueError, KeyError) as error:
         raise NotFoundError(f"dataset {dataset!r} cannot be loaded: {error}") from error
 

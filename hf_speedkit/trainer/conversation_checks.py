@@ -78,13 +78,14 @@ def refuse_reasoning_line(conversations: Sequence[tuple[Messages, dict[str, Any]
 
     Raises:
         ConfigurationError: the line is there, and neither `enable_thinking` nor `reasoning_effort` was given.
+        DatasetError: a conversation that the template refuses.
     """
     for messages, arguments in conversations:
         if {"enable_thinking", "reasoning_effort"} & set(arguments):
             continue
         if any(_REASONING_LINE in str(message.get("content")) for message in messages):
             continue
-        text = render(messages, **arguments)
+        text = _whole(render, messages, arguments)
         if _REASONING_LINE in text:
             line = text[text.index(_REASONING_LINE) :].split("\n")[0].split("<|")[0]
             raise ConfigurationError(
@@ -133,6 +134,9 @@ def rendering_differences(
     Returns:
         At most one difference a conversation, the first: a prompt that is no prefix of the text trained on, or text
         that only the template puts between prompt and answer, so that training has it and inference does not.
+
+    Raises:
+        DatasetError: a conversation that the template refuses.
     """
     found = []
     for example, (messages, arguments) in enumerate(conversations):
@@ -190,7 +194,7 @@ def generation_prompt_spans(
 def _difference(
     example: int, messages: Messages, arguments: Mapping[str, Any], train: Render, infer: Render
 ) -> TurnDifference | None:
-    text = train(messages, **arguments)
+    text = _whole(train, messages, arguments)
     turns = _assistant_turns(messages)
     # What the model sees before each answer, and the conversation as a whole, which holds the last answer too.
     seen = [_prompt(infer, messages[:turn], arguments) for turn in turns]
@@ -235,6 +239,25 @@ def _assistant_turns(messages: Messages) -> list[int]:
 
 def _prompt(infer: Render, messages: Messages, arguments: Mapping[str, Any]) -> str | None:
     return _rendered(infer, messages, {**arguments, "add_generation_prompt": True})
+
+
+def unrenderable(messages: Messages, error: Exception) -> DatasetError:
+    """The refusal of a conversation that its template cannot write, with what the template said."""
+    roles = ", ".join(str(message.get("role")) for message in messages[:8])
+    return DatasetError(
+        f"the chat template refuses a conversation: {error}",
+        evidence=(f"its roles: {roles}{', ...' if len(messages) > 8 else ''}",),
+        mend="change or filter such conversations; the template says which roles and contents it takes",
+    )
+
+
+def _whole(render: Render, messages: Messages, arguments: Mapping[str, Any]) -> str:
+    from jinja2 import TemplateError
+
+    try:
+        return render(messages, **arguments)
+    except (TemplateError, TypeError) as error:  # filters raise TypeError for contents of another type
+        raise unrenderable(messages, error) from error
 
 
 def _rendered(render: Render, messages: Messages, arguments: Mapping[str, Any]) -> str | None:

@@ -136,6 +136,57 @@ def test_wrong_use_is_exit_code_two(arguments, lengths_file):
 
 
 def test_a_file_that_holds_something_else_is_wrong_use(tmp_path):
-    for text in ("not json", '{"a": 1}', "[1.5]"):
+    for text in ("not json", '{"a": 1}', "[1.5]", "[true]", "[-3, 4]", f"[{10**30}]", "[" * 100_000):
         (tmp_path / "x.json").write_text(text)
-        assert run("--lengths", tmp_path / "x.json").exit_code == 2
+        result = run("--lengths", tmp_path / "x.json")
+        assert (result.exit_code, type(result.exception)) == (2, SystemExit)
+
+
+def test_the_longest_document_that_kernels_can_state_is_still_a_length(tmp_path):
+    (tmp_path / "x.json").write_text(f"[{2**31 - 1}]")
+    assert run("--lengths", tmp_path / "x.json", "--overlong", "truncate").exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["empty.jsonl", "broken.jsonl", ""])
+def test_a_dataset_that_cannot_be_read_is_wrong_use(tmp_path, monkeypatch, model, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "broken.jsonl").write_text('{"text": "w3"}\n{"text": \n')
+    result = run(model, name)
+    assert (result.exit_code, type(result.exception)) == (2, SystemExit)
+
+
+def test_a_dataset_without_rows_is_refused(tmp_path, model):
+    Dataset.from_dict({"text": []}).save_to_disk(tmp_path / "saved")
+    result = run(model, tmp_path / "saved")
+    assert (result.exit_code, type(result.exception)) == (2, SystemExit)
+    assert "no rows" in result.output
+
+
+USER = {"role": "user", "content": "w3"}
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"foo": "w3"}, "no text to count"),
+        ({"messages": []}, "an empty conversation"),
+        ({"messages": [{"from": "human", "value": "w3"}]}, "no list of messages"),
+        ({"messages": [USER, USER]}, "roles must alternate"),
+        ({"input_ids": "w3"}, "not a list of integers"),
+    ],
+)
+def test_rows_that_cannot_be_counted_are_a_bad_subject_in_words_and_in_json(tmp_path, model, row, words):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if loop.index0 and m.role == messages[loop.index0 - 1].role %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content + ' ' }}{% endfor %}"
+    )
+    tokenizer.save_pretrained(model)
+    (tmp_path / "data.jsonl").write_text(json.dumps(row))
+    result = run(model, tmp_path / "data.jsonl", "--json")
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit)
+    assert words in result.stderr
+    said = json.loads(result.stdout)
+    assert words in said["error"]
+    assert said.keys() == {"settings", "documents", "findings", "batchings", "stragglers", "error"}
