@@ -28,6 +28,9 @@ from hf_speedkit.packing.stream_source import keeps_its_place
 # so a resumed run reads some 300 documents again.
 _NOTE_EVERY = 32
 
+# Where documents without targets come first: a mask that masks everything must not read a whole stream to be found.
+_SAMPLED_ROWS = 10_000
+
 _KEY_SHIFT = 40
 """Bits for a document's number below its length, one of them to spare: 5 x 10^11 documents an epoch and rank."""
 
@@ -142,9 +145,9 @@ class PackedStream(IterableDataset):  # type: ignore[type-arg]
         return self.sample(count)[0]
 
     def sample(self, count: int) -> tuple[list[dict[str, Any]], DocumentReport]:
-        """The first documents of the data and what was counted while they were read."""
+        """The first documents of the data and what was counted while they were read, in at most 10,000 rows."""
         self.source.load_state_dict(None)
-        reader = _Reader(self.source, no_documents(self.tokens_per_batch, self.overlong))
+        reader = _Reader(self.source.take(_SAMPLED_ROWS), no_documents(self.tokens_per_batch, self.overlong))
         return [document.as_row() for document in islice(reader, count)], reader.report
 
     def __iter__(self) -> Iterator[StreamRow]:

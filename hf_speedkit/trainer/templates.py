@@ -59,7 +59,7 @@ class TemplateChecks:
         prompts = any("prompt" in row for row in sample)
         self._refuse(lambda: refuse_reasoning_line(conversations, self._infer), name)
         self._refuse(lambda: refuse_filled_arguments(conversations), name)
-        differences = rendering_differences(conversations, self._train, self._infer)
+        differences = self._refuse(lambda: rendering_differences(conversations, self._train, self._infer), name) or []
         warning = self._refuse(lambda: judge_differences(differences, len(conversations), prompts=prompts), name)
         if warning:
             logger.warning("%s documents: %s", name, warning)
@@ -129,7 +129,7 @@ class TemplateChecks:
 
 
 def check_mask(report: DocumentReport, *, masked: bool, name: str) -> None:
-    """Refuse a mask that masks nothing. One that masks everything leaves no documents, which `documents` refuses.
+    """Refuse a mask that masks nothing, or everything in the part of a stream that was looked at.
 
     Args:
         report: of the dataset after tokenization.
@@ -137,8 +137,15 @@ def check_mask(report: DocumentReport, *, masked: bool, name: str) -> None:
         name: of the dataset, for the message.
 
     Raises:
-        DatasetError: every token that can be a target is one.
+        DatasetError: every token that can be a target is one, or none is.
     """
+    if not report.documents:  # only a stream: `prepare_documents` has refused such a dataset
+        raise DatasetError(
+            f"no document with targets among the first {report.documents_found:,} of the {name} dataset",
+            evidence=(f"{report.empty_documents:,} are empty",),
+            mend="check the stream, its filters, the template's assistant mask and that answers lie within "
+            "tokens_per_batch; each rank needs at least one document",
+        )
     if masked and report.target_tokens == report.real_tokens - report.documents:
         raise DatasetError(
             f"a mask was asked for and 100 % of the {name} dataset's tokens are targets",

@@ -59,7 +59,7 @@ def test_a_token_without_a_value_is_refused_with_or_without_labels() -> None:
 
 
 def test_labels_that_are_missing_everywhere_are_refused() -> None:
-    with pytest.raises(DatasetError, match="labels is .*null"):
+    with pytest.raises(DatasetError, match=r"labels is .*null"):
         prepare_documents(Dataset.from_dict({"input_ids": [[1, 2]], "labels": [None]}), tokens_per_batch=8)
 
 

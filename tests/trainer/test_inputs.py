@@ -1,9 +1,11 @@
+from contextlib import nullcontext
+
 import pytest
 from datasets import Dataset, Features, IterableDataset, List, Value
 
 from hf_speedkit import SpeedSFTConfig
 from hf_speedkit.core.errors import DatasetError
-from hf_speedkit.trainer.inputs import check_dataset, with_template_kwargs
+from hf_speedkit.trainer.inputs import check_dataset, check_packing_request, with_template_kwargs
 
 TURN = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 
@@ -77,3 +79,20 @@ def test_streaming_rows_get_template_arguments_too(args):
 def test_a_prompt_column_beside_messages_is_left_out(args):
     both = Dataset.from_dict({"prompt": ["hi"], "prompt_id": ["1"], "messages": [TURN]})
     assert "prompt" not in with_template_kwargs(both, args).column_names
+
+
+def test_a_stream_without_rows_is_refused():
+    with pytest.raises(DatasetError, match="no rows"):
+        check_dataset(IterableDataset.from_generator(lambda: iter([])), text_field="text")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("wanted", "refused"), [(None, True), (True, False), (False, False)])
+def test_a_completion_mask_that_nobody_applies_is_refused(tmp_path, streaming, wanted, refused):
+    dataset = Dataset.from_dict({"input_ids": [[1, 2, 3]], "completion_mask": [[0, 0, 1]]})
+    dataset = dataset.to_iterable_dataset() if streaming else dataset
+    settings = SpeedSFTConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, completion_only_loss=wanted, max_steps=1
+    )
+    with pytest.raises(DatasetError, match="nothing applies") if refused else nullcontext():
+        check_packing_request(settings, None, dataset, None, "no model is loaded for this")

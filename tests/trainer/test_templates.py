@@ -136,6 +136,28 @@ def test_the_first_token_of_a_document_is_never_shown_as_a_target():
     assert marked_example([20, 21], [20, 21], tokenizer_with(PLAIN)).startswith("w2[[")
 
 
+def test_v82_a_stream_whose_first_documents_have_no_targets_is_refused_without_reading_it_all(tmp_path):
+    read = []
+
+    def rows():
+        for _ in range(10**6):
+            read.append(1)
+            yield {"input_ids": [3, 4, 5], "labels": [-100] * 3}
+
+    with pytest.raises(DatasetError, match="no document with targets among the first 10,000"):
+        trainer_for(tmp_path, IterableDataset.from_generator(rows), PLAIN)
+    assert len(read) < 11_000
+
+
+def test_a_conversation_that_the_template_refuses_is_named_with_its_roles(caplog):
+    strict = "{% if messages[0].role != 'user' %}{{ raise_exception('start with a user') }}{% endif %}" + PLAIN
+    dataset = Dataset.from_list([{"messages": [{"role": "system", "content": "w1"}, *chat("w2", "w3")]}])
+    with pytest.raises(DatasetError, match=r"start with a user\n.*system, user, assistant"):
+        checks(strict).before(dataset, "train")
+    checks(strict, mode="warn").before(dataset, "train")
+    assert "start with a user" in caplog.text
+
+
 # ---- V83, V84: other text in training than at inference --------------------------------------------------------------
 
 
