@@ -141,7 +141,7 @@ def pixel(value: float) -> str:
 
 def _step(length: float, count: int) -> float:
     """The least of 1, 2, 5 times a power of ten that cuts a length into at most `count` parts."""
-    raw = length / max(1, count) * (1 - 1e-9)
+    raw = max(1e-300, length / max(1, count) * (1 - 1e-9))  # log10 needs more than 0
     power = 10.0 ** math.floor(math.log10(raw))
     return next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power >= raw)
 

@@ -59,6 +59,11 @@ def test_time_ticks_are_round_times(seconds, expected):
     assert time_ticks(seconds) == pytest.approx(expected)
 
 
+def test_the_smallest_number_there_is_has_an_axis():
+    assert rounded_up(5e-324) > 0
+    assert ticks(0, 5e-324)[0] == 0
+
+
 def test_time_ticks_of_a_month_are_days():
     assert all(mark % 86400 == 0 for mark in time_ticks(30 * 86400.0))
 
