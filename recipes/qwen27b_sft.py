@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hf_speedkit.core.errors import ConfigurationError, SpeedkitError
 from hf_speedkit.trainer.hardware import exit_with, require_hardware
+from hf_speedkit.trainer.job_settings import options, settings, without_option
 from hf_speedkit.trainer.machine import let_idle_threads_sleep, use_all_cores
 
 HERE = Path(__file__).resolve().parent
@@ -28,7 +27,9 @@ def main(argv: list[str]) -> None:
     """Model, data, trainer, in that order."""
     config = config_file(argv)
     # Before any heavy import and any download: a machine that cannot run the job says so in seconds.
-    require_hardware(settings(config, argv), command=TINY)
+    job = settings(config, argv)
+    if not {"--help", "-h"} & set(argv):
+        require_hardware(job, command=TINY)
     let_idle_threads_sleep()
     recipe, args, model_args = parse(config, argv)
 
@@ -40,7 +41,8 @@ def main(argv: list[str]) -> None:
     from hf_speedkit.trainer.output import existing_run, refuse_existing_run
     from hf_speedkit.trainer.summary import print_summary
 
-    if not args.resume_from_checkpoint and not args.allow_existing_output:
+    resume = job.get("resume_from_checkpoint")  # a path, or true for the last checkpoint in output_dir
+    if not resume and not args.allow_existing_output:
         refuse_existing_run(args.output_dir, existing_run(args.output_dir))
     use_all_cores(args)
     set_seed(args.seed)
@@ -69,7 +71,7 @@ def main(argv: list[str]) -> None:
         processing_class=tokenizer,
         peft_config=get_peft_config(model_args) if model_args.use_peft else None,
     )
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(args.output_dir)
     if trainer.is_world_process_zero():
         print_summary(trainer.summary(), notes=() if choice is None else (choice.sentence(),))
@@ -103,31 +105,13 @@ def config_file(argv: list[str]) -> Path:
     return path
 
 
-def options(argv: list[str]) -> list[tuple[str, str]]:
-    """The command line as (name, value) pairs: `--name value`, `--name=value`, or `--name` for true."""
-    pairs = []
-    for word, following in zip(argv, [*argv[1:], "--"], strict=False):
-        if word.startswith("--"):
-            name, given, value = word[2:].partition("=")
-            pairs.append((name, value if given else ("true" if following.startswith("--") else following)))
-    return pairs
-
-
-def settings(config: Path, argv: list[str]) -> dict[str, Any]:
-    """The YAML file's settings with those of the command line on top, as plain values."""
-    values = yaml.safe_load(config.read_text(encoding="utf-8"))
-    if not isinstance(values, dict):
-        raise ConfigurationError(f"{str(config)!r} holds no settings", mend="write one `key: value` a line")
-    return values | {name: yaml.safe_load(value) for name, value in options(argv)}
-
-
 def parse(config: Path, argv: list[str]) -> tuple[RecipeArguments, Any, Any]:
     """YAML and command line into dataclasses; TrlParser refuses a key that none of them has."""
     from trl import ModelConfig, TrlParser
 
     from hf_speedkit import SpeedSFTConfig
 
-    given = argv if any(name == "config" for name, _ in options(argv)) else ["--config", str(config), *argv]
+    given = ["--config", str(config), *without_option(argv, "config")]
     try:
         recipe, args, model_args = TrlParser((RecipeArguments, SpeedSFTConfig, ModelConfig)).parse_args_and_config(
             given

@@ -51,6 +51,9 @@ def test_a_config_that_is_not_there_is_named():
         (["--use_cpu"], {"use_cpu": True}),
         (["--use_cpu", "--seed", "3"], {"use_cpu": True, "seed": 3}),
         (["--expected_parameters=8.0e+9"], {"expected_parameters": 8e9}),
+        (["--use-cpu", "--resume_from_checkpoint", "true"], {"use_cpu": True, "resume_from_checkpoint": True}),
+        (["--run_name", "a: b: c"], {"run_name": "a: b: c"}),  # no YAML, and none of our business
+        (["--run_name", "@me"], {"run_name": "@me"}),
     ],
 )
 def test_the_command_line_goes_over_the_file(argv, expected):
@@ -88,6 +91,38 @@ def test_a_key_that_does_not_exist_is_named(changed):
     path = changed(learning_rat=1.0)
     with pytest.raises(ConfigurationError, match="learning_rat"):
         recipe.parse(path, ["--config", str(path)])
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"", "None"), (b"- a", "['a']"), (b"a: [", "expected the node content"), (b"\xff\xfe", "utf-8")],
+    ids=["empty", "a list", "broken", "no text"],
+)
+def test_a_file_without_settings_is_refused_with_what_it_is(tmp_path, content, said):
+    path = tmp_path / "job.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigurationError, match="holds no settings") as refused:
+        recipe.settings(path, [])
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [["--config", str(TINY)], [f"--config={TINY}"], ["--config", str(REAL), f"--config={TINY}"]],
+    ids=["a word", "an equals sign", "twice, the last one counts"],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_the_config_that_is_named_is_the_one_that_is_parsed(config, first):
+    rest = ["--seed", "7", "--use_cpu"]
+    argv = config + rest if first else rest + config
+    script, args, _ = recipe.parse(recipe.config_file(argv), argv)
+    assert (script.tiny_chat, args.seed, args.use_cpu) == (True, 7, True)
+
+
+def test_help_is_given_without_a_gpu():
+    ended = launch("--help", launcher=False, CUDA_VISIBLE_DEVICES="")
+    assert ended.returncode == 0
+    assert "--tokens_per_batch" in ended.stdout
 
 
 def test_a_job_without_data_is_refused(changed):
@@ -144,3 +179,8 @@ def test_the_tiny_job_learns_and_its_table_says_what_happened(tmp_path):
     again = launch("--config", str(TINY), "--output_dir", str(out), launcher=False)
     assert again.returncode == 2
     assert "already holds a run" in again.stderr
+    resumed = ("--save_strategy", "steps", "--save_steps", "1", "--allow_existing_output", "--output_dir", str(out))
+    for steps, more in (("1", ()), ("2", ("--resume_from_checkpoint", "true"))):
+        ended = launch("--config", str(TINY), "--max_steps", steps, *resumed, *more, launcher=False)
+        assert ended.returncode == 0, ended.stderr[-3000:]
+    assert "in 1 steps" in ended.stdout
