@@ -50,7 +50,7 @@ def rounded_up(high: float, count: int = 5) -> float:
     if high <= 0:
         return 1.0
     step = _step(high, count)
-    return step * math.ceil(high / step - 1e-8)
+    return step * max(1, math.ceil(high / step - 1e-8))
 
 
 def number(value: float) -> str:
