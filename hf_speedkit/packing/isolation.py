@@ -14,7 +14,7 @@ other documents' log-probabilities must move.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from hf_speedkit.core.errors import IsolationError
@@ -83,7 +83,11 @@ def isolation_error(report: IsolationReport) -> IsolationError:
 def probe_isolation(
     model: torch.nn.Module, batch: Mapping[str, Any], *, tolerance: float | None = None
 ) -> IsolationReport:
-    """Measure both leaks; see `assert_isolation` for arguments. Costs two forward passes and one backward pass."""
+    """Measure both leaks; see `assert_isolation` for arguments. Costs two forward passes and one backward pass.
+
+    A compiled model is asked through its own Python code: compiled passes with and without gradients round in different
+    ways, which is no leak, and tracing does not get through the operations' probe.
+    """
     import torch
 
     documents = check_packed_batch(batch)
@@ -93,11 +97,11 @@ def probe_isolation(
     replaced = {**inputs, "input_ids": _replace_others(inputs["input_ids"], document, _vocabulary(model))}
     bound = _default_tolerance(model) if tolerance is None else tolerance
 
-    with _slow_decay(model), _same_randomness(inputs["input_ids"].device):
+    with _uncompiled(model), _slow_decay(model), _same_randomness(inputs["input_ids"].device):
         probe = OperationProbe(model, document.start, document.stop, int(inputs["input_ids"].shape[-1]))
         with probe:
             own, others, before = _gradients(model, inputs, document)
-    with _slow_decay(model), _same_randomness(inputs["input_ids"].device), torch.no_grad():
+    with _uncompiled(model), _slow_decay(model), _same_randomness(inputs["input_ids"].device), torch.no_grad():
         after = _log_probs(model, replaced)
     difference = (after - before).abs()
     # log_probs[t] scores token t + 1: positions start .. stop - 2 belong to the document.
@@ -253,6 +257,16 @@ def _default_tolerance(model: torch.nn.Module) -> float:
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     # A log-probability is of order 10; a grouped product in another order moves it by some units in the last place.
     return 160.0 * torch.finfo(dtype).eps
+
+
+def _uncompiled(model: torch.nn.Module) -> AbstractContextManager[object]:
+    """Set torch.compile aside, where it is used at all: merely asking for it imports the compiler."""
+    import torch
+
+    if not any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()):
+        return nullcontext()
+    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 @contextmanager

@@ -183,6 +183,19 @@ def test_gradient_checkpointing_and_frozen_embeddings_are_probed_too(hybrid):
     assert assert_isolation(hybrid, packed()).passed
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["the model", "its layers"])
+def test_a_compiled_model_is_probed(hybrid, monkeypatch, whole):
+    """Tracing through the operations' probe fails inside dynamo."""
+    if not whole:
+        for layer in hybrid.model.layers:
+            layer.compile(backend="eager")
+    model = torch.compile(hybrid, backend="eager") if whole else hybrid
+    assert assert_isolation(model, packed()).operations == ("convolution", "recurrence", "attention")
+    leaky(monkeypatch, "torch_chunk_gated_delta_rule")
+    with pytest.raises(IsolationError, match="through recurrence"):
+        assert_isolation(model, packed())
+
+
 def test_dropout_does_not_look_like_a_leak():
     model = tiny_llama()
     model.config.attention_dropout = 0.5
