@@ -25,6 +25,7 @@ from hf_speedkit.packing.planner import count_padded_batches
 from hf_speedkit.packing.sampler import PackedBatchSampler
 from hf_speedkit.packing.stream import PackedStream, StreamCollator
 from hf_speedkit.packing.stream_source import share_of_rank
+from hf_speedkit.trainer.agreement import agree
 from hf_speedkit.trainer.attach import attach
 from hf_speedkit.trainer.config import SpeedSFTConfig, settled_config
 from hf_speedkit.trainer.conversation_checks import SAMPLE_ROWS
@@ -151,8 +152,8 @@ class SpeedSFTTrainer(StreamedBatches):
         masked = args.assistant_only_loss or self.completion_only_loss
         if streaming:
             stream = PackedStream(dataset, tokens_per_batch=args.row_slots, overlong=args.overlong)
-            rows, report = stream.sample(SAMPLE_ROWS)
-            check_mask(report, masked=masked, name=name)
+            rows, report = agree(lambda: stream.sample(SAMPLE_ROWS))
+            agree(lambda: check_mask(report, masked=masked, name=name))
             log_example(rows, self._tokenizer, name)
             return stream
         dataset, report = prepare_documents(dataset, tokens_per_batch=args.row_slots, overlong=args.overlong)

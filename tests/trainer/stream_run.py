@@ -58,8 +58,11 @@ def make(path, dataset, **changes):
 
 
 def scenarios(path):
+    from datasets import Dataset
     from test_gradients import GradientRecorder
     from test_sft import Recorder
+
+    from hf_speedkit.core.errors import SpeedkitError
 
     def rows_of(steps, resume=None, **changes):
         recorder = Recorder()
@@ -74,6 +77,14 @@ def scenarios(path):
     yield "losses", [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     rest, _ = rows_of(12, resume=str(path / "resume" / "checkpoint-5"))
     yield "resumed", rest
+
+    # Every other document has targets, so the second rank's share has none.
+    masked = [{**row, "labels": [-100] * 8} if at % 2 else row for at, row in enumerate(tokenized([8] * 6).to_list())]
+    try:
+        make(path / "one-sided", Dataset.from_list(masked).to_iterable_dataset(), max_steps=1)
+        yield "one_sided", ""
+    except SpeedkitError as error:
+        yield "one_sided", str(error)
 
     recorder = GradientRecorder()
     settings = {"max_steps": 1, "max_grad_norm": 0.0, "tokens_per_batch": 16, "callbacks": [recorder]}

@@ -1,9 +1,10 @@
 import dataclasses
 
 import pytest
+from support import tiny_llama, tiny_tokenizer, tokenized
 from trl import SFTConfig
 
-from hf_speedkit import SpeedSFTConfig
+from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
 from hf_speedkit.core.errors import ConfigurationError
 
 
@@ -70,6 +71,13 @@ def test_settings_that_cannot_work_are_refused_with_the_one_to_change(tmp_path, 
     with pytest.raises(ConfigurationError, match=message):
         config(tmp_path, **given)
     assert not (tmp_path / "out").exists()
+
+
+def test_v22_padding_free_without_packing_is_stopped_with_both_fixes_where_a_length_is_set(tmp_path):
+    # TRL 1.16 says it, before it tokenizes: it alone knows whether the data are images, where this is allowed.
+    made = config(tmp_path, padding_free=True, packing=False, max_length=512)
+    with pytest.raises(ValueError, match=r"(?s)packing=True.*max_length=None"):
+        SpeedSFTTrainer(tiny_llama(), made, train_dataset=tokenized([5]), processing_class=tiny_tokenizer())
 
 
 def test_v22_padding_free_beside_packing_names_the_fix(tmp_path):

@@ -57,6 +57,11 @@ def test_two_ranks_resume_a_stream_with_the_same_rows(ranks):
         assert said["resumed"] == said["rows"][5:]
 
 
+def test_a_rank_whose_share_has_no_targets_stops_both_before_training(ranks):
+    assert all("no document with targets among the first 3" in said["one_sided"] for said in ranks)
+    assert "rank 1 of 2 cannot train" in ranks[0]["one_sided"]
+
+
 def test_v25_the_gradient_of_two_streaming_ranks_is_that_of_the_documents_alone(ranks):
     expected = one_at_a_time(tiny_hybrid(), tokenized(STEP))
     for said in ranks:
