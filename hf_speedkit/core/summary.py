@@ -73,6 +73,8 @@ class RunSummary:
         isolation: the proof.
         changed_layers: what was put in place for packed rows.
         startup_s: seconds that each proof took before step 1, compilation of kernels included.
+        resumed_at: optimizer step at which this session went on; 0 for a new run.
+        traces: files of traced steps.
         output_dir: where the model and the step log are.
         step_log: name of the step log inside it.
         report_to: trackers that got the metrics.
@@ -87,6 +89,8 @@ class RunSummary:
     isolation: IsolationReport | None
     changed_layers: tuple[str, ...]
     startup_s: Mapping[str, float]
+    resumed_at: int
+    traces: tuple[str, ...]
     output_dir: str
     step_log: str | None
     report_to: tuple[str, ...]
@@ -103,9 +107,9 @@ def packing_summary(plan: PackingPlan, padded_batches: int) -> PackingSummary:
     )
 
 
-def loss_summary(log_history: Sequence[Mapping[str, float]]) -> LossSummary | None:
-    """First and last entry with a training loss; None before the first."""
-    losses = [(int(entry["step"]), float(entry["loss"])) for entry in log_history if "loss" in entry]
+def loss_summary(log_history: Sequence[Mapping[str, float]], *, after_step: int = 0) -> LossSummary | None:
+    """First and last training loss after `after_step` (where a resumed session began); None without one."""
+    losses = [(int(e["step"]), float(e["loss"])) for e in log_history if "loss" in e and int(e["step"]) > after_step]
     if not losses:
         return None
     (first_step, first), (last_step, last) = losses[0], losses[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -211,6 +212,17 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         """Slots of a packed row, settled."""
         assert self.tokens_per_batch is not None, "set in __post_init__ when packing is on"
         return self.tokens_per_batch
+
+    def epochs(self, tokens: int) -> int:
+        """Epochs that a run on `tokens` real tokens will see; a sampler must know them to keep their length equal."""
+        settings: Any = self
+        if settings.max_steps <= 0:
+            return max(1, math.ceil(settings.num_train_epochs))
+        # No epoch is shorter than its tokens' share of a step's slots.
+        steps = max(
+            1, math.ceil(tokens / (self.row_slots * settings.world_size * settings.gradient_accumulation_steps))
+        )
+        return max(1, math.ceil(settings.max_steps / steps))
 
     @classmethod
     def from_sft_config(cls, args: SFTConfig) -> SpeedSFTConfig:

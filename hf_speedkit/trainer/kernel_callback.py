@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.core.errors import ConfigurationError, KernelAssertionError
 from hf_speedkit.core.records import KernelCheck
 from hf_speedkit.kernels.inspection import assert_kernels
 from hf_speedkit.trainer.agreement import agree
@@ -36,15 +36,25 @@ class KernelAssertionCallback(TrainerCallback):  # type: ignore[misc]
         """Inspect, or stop all ranks with one message."""
         if self.mode == "off":
             return
-        self.checks = agree(
-            lambda: assert_kernels(
+        self.checks = agree(lambda: self._assert(args, model))
+
+    def _assert(self, args: TrainingArguments, model: Any) -> tuple[KernelCheck, ...]:
+        try:
+            return assert_kernels(
                 model,
                 mode=self.mode,
                 probe=self.probe,
                 dtype=activation_dtype(args),
                 liger=getattr(args, "use_liger_kernel", False),
             )
-        )
+        except KernelAssertionError as error:
+            # The refusal names SpeedSFTConfig's setting; whoever reads this one has the callback in hand.
+            raise KernelAssertionError(
+                error.what,
+                evidence=error.evidence,
+                mend=error.mend,
+                regardless='KernelAssertionCallback(mode="warn")',
+            ) from None
 
 
 def activation_dtype(args: TrainingArguments) -> torch.dtype | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -196,7 +195,7 @@ class SpeedSFTTrainer(StreamedBatches):
         return PackedBatchSampler(
             lengths,
             tokens_per_batch=args.row_slots,
-            epochs=self._epochs(dataset) if train else 1,
+            epochs=args.epochs(sum(lengths)) if train else 1,
             world_size=args.world_size,
             rank=args.process_index,
             gradient_accumulation_steps=args.gradient_accumulation_steps if train else 1,
@@ -206,22 +205,13 @@ class SpeedSFTTrainer(StreamedBatches):
             cost_window_steps=(args.cost_window_steps or 1) if train else 1,
         )
 
-    def _epochs(self, dataset: Dataset) -> int:
-        """Epochs the run will see; the sampler must know them, for it keeps their length equal."""
-        if self.args.max_steps <= 0:
-            return max(1, math.ceil(float(self.args.num_train_epochs)))
-        slots: int = self.args.row_slots * self.args.world_size * self.args.gradient_accumulation_steps
-        # No epoch is shorter than its tokens' share of the step's slots.
-        steps_per_epoch = max(1, math.ceil(int(document_lengths(dataset).sum()) / slots))
-        return max(1, math.ceil(int(self.args.max_steps) / steps_per_epoch))
-
     def set_sampler_epoch(self, global_step: int) -> None:
         """Set the sampler's epoch from the number of optimizer steps taken."""
         if self._train_sampler is not None:
             self._train_sampler.set_epoch(global_step // self._train_sampler.steps_per_epoch)
 
     def collate_probe_batch(self) -> dict[str, Any]:
-        """A real packed row of at least two documents on this rank's device, without touching the loader's state."""
+        """A real packed row of two documents or more on this rank's device; the loader is not touched."""
         slots = self.args.row_slots
         if self.stream is not None:
             return self._probe_batch(self.first_streamed(self.stream, slots // 3))
@@ -291,11 +281,13 @@ class SpeedSFTTrainer(StreamedBatches):
             documents=self._reports.get("train"),
             packing=self._packing_summary(),
             totals=None if self.throughput is None else self.throughput.run_totals(),
-            loss=loss_summary(self.state.log_history),
+            loss=loss_summary(self.state.log_history, after_step=self.startup.resumed_at),
             kernels=self.startup.kernels,
             isolation=self.startup.isolation,
             changed_layers=self._changed_layers,
             startup_s=dict(self.startup.seconds),
+            resumed_at=self.startup.resumed_at,
+            traces=() if self.trace is None else tuple(map(str, self.trace.files)),
             output_dir=self.args.output_dir,
             step_log=STEP_LOG_NAME if self.throughput is not None and self.args.step_log else None,
             report_to=tuple(self.args.report_to),
@@ -304,8 +296,8 @@ class SpeedSFTTrainer(StreamedBatches):
     def _packing_summary(self) -> PackingSummary | None:
         if self._train_sampler is None:
             return None
-        lengths, slots = self._train_sampler.lengths, self.args.row_slots
-        return packing_summary(self._train_sampler.plan(0), count_padded_batches(lengths, slots))
+        padded = count_padded_batches(self._train_sampler.lengths, self.args.row_slots)
+        return packing_summary(self._train_sampler.plan(0), padded)
 
     def prepare_layers(self) -> None:
         """Make the prepared model's layers ready until training ends: proven fused kernels, then packed rows."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import IntervalStrategy, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_speedkit.core.records import IsolationReport, KernelCheck
 from hf_speedkit.kernels.inspection import assert_kernels, check_kernels
@@ -54,9 +54,11 @@ class StartupProof(TrainerCallback):  # type: ignore[misc]
         self.kernels: tuple[KernelCheck, ...] = ()
         self.isolation: IsolationReport | None = None
         self.seconds: dict[str, float] = {}
+        self.resumed_at = 0
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Make the layers ready and prove them, or stop all ranks with one message."""
+        self.resumed_at = state.global_step
         self._trainer.restore_token_total(load_totals(state))
         with self._timed("layers"):
             agree(self._trainer.prepare_layers)
@@ -85,6 +87,11 @@ class StartupProof(TrainerCallback):  # type: ignore[misc]
         two, and the documents of a later epoch would silently come in the order of the first.
         """
         self._trainer.set_sampler_epoch(state.global_step)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Log the last step, whatever logging_steps says, so that curve and summary end where training did."""
+        if state.global_step >= state.max_steps and args.logging_strategy != IntervalStrategy.NO:
+            control.should_log = True
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

@@ -64,8 +64,8 @@ def _packing_rows(summary: RunSummary) -> Iterator[Row]:
     yield "packing efficiency", f"{packing.packing_efficiency:.1%} of slots hold a token"
     yield (
         "2-D padding",
-        f"{packing.padded_batches:,} batches for the same documents, {packing.padded_efficiency:.1%} full: "
-        f"packing needs {packing.fewer_batches:.0%} fewer",
+        f"{packing.padded_batches:,} batches (rows x longest <= {packing.tokens_per_batch:,}) for the same documents, "
+        f"{packing.padded_efficiency:.1%} full: packing needs {packing.fewer_batches:.0%} fewer",
     )
 
 
@@ -80,10 +80,12 @@ def _speed_rows(summary: RunSummary) -> Iterator[Row]:
             each = f" ({rate / summary.world_size:,.0f} per device)" if summary.world_size > 1 else ""
             yield f"{name} / s", f"{rate:,.0f}{each}"
     tokens = totals.session
+    if summary.resumed_at:
+        yield "resumed", f"after step {summary.resumed_at:,}; what follows is of this session"
     yield (
         "trained on",
         f"{tokens.slots:,} slots, {_number(tokens.real)} real and {_number(tokens.target)} target tokens, "
-        f"{_number(tokens.documents)} documents in {totals.session_steps:,} steps",
+        f"{_number(tokens.documents)} documents in {_steps(totals.session_steps)}",
     )
     step = totals.rates.get("speed/step_time_s")
     if step is not None:
@@ -96,7 +98,7 @@ def _speed_rows(summary: RunSummary) -> Iterator[Row]:
             )
             if key in totals.rates
         ]
-        yield "step time", f"{step:.3f} s, mean of {totals.steady_steps:,} steady steps: " + ", ".join(parts)
+        yield "step time", f"{step:.3f} s, mean of {_steps(totals.steady_steps, 'steady ')}: " + ", ".join(parts)
     outside = {
         "evaluation": totals.eval_time_s,
         "saving": totals.save_time_s,
@@ -113,7 +115,9 @@ def _speed_rows(summary: RunSummary) -> Iterator[Row]:
 
 def _loss_rows(summary: RunSummary) -> Iterator[Row]:
     loss = summary.loss
-    if loss is not None:
+    if loss is not None and loss.first_step == loss.last_step:
+        yield "loss", f"{loss.last:.3f} (step {loss.last_step}, the only one logged)"
+    elif loss is not None:
         yield (
             "loss",
             f"{loss.first:.3f} (step {loss.first_step}) -> {loss.last:.3f} (step {loss.last_step}), {loss.change:+.0%}",
@@ -154,10 +158,16 @@ def _look_rows(summary: RunSummary) -> Iterator[Row]:
     yield "look at it", f"model in {summary.output_dir}"
     if summary.step_log is not None:
         yield "", f"one JSON line a step in {summary.output_dir}/{summary.step_log}"
+    for path in summary.traces:
+        yield "", f"a traced step: hf-speedkit trace {path}"
     if summary.report_to:
         yield "", f"curves in {', '.join(summary.report_to)}, under train/speed/"
     else:
         yield "", "curves: pip install wandb, then --report_to wandb (WANDB_MODE=offline needs no account)"
+
+
+def _steps(count: int, kind: str = "") -> str:
+    return f"{count:,} {kind}step" + ("" if count == 1 else "s")
 
 
 def _number(value: int | None) -> str:

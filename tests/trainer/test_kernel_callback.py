@@ -1,0 +1,52 @@
+import pytest
+from support import tiny_hybrid, tiny_llama, tokenized
+from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
+
+from hf_speedkit import KernelAssertionCallback, attach
+from hf_speedkit.core.errors import ConfigurationError, KernelAssertionError
+from hf_speedkit.core.records import KernelVerdict
+
+
+def plain_trainer(path, model):
+    from support import tiny_tokenizer
+
+    return Trainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=str(path), use_cpu=True, max_steps=1, disable_tqdm=True, report_to="none", save_strategy="no"
+        ),
+        train_dataset=tokenized([5, 9, 7, 4]),
+        data_collator=DataCollatorForSeq2Seq(tiny_tokenizer()),
+    )
+
+
+def test_v45_the_refusal_names_both_functions_and_the_callbacks_own_way_on(tmp_path):
+    trainer = plain_trainer(tmp_path, tiny_hybrid())
+    attach(trainer, KernelAssertionCallback())
+    with pytest.raises(KernelAssertionError) as refused:
+        trainer.train()
+    for word in ("causal_conv1d_fn", "chunk_gated_delta_rule", "pip install", 'KernelAssertionCallback(mode="warn")'):
+        assert word in str(refused.value)
+    assert "kernel_assertion=" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("mode", "checks"), [("warn", True), ("off", False)])
+def test_the_other_modes_let_training_run(tmp_path, mode, checks):
+    trainer = plain_trainer(tmp_path, tiny_hybrid())
+    callback = KernelAssertionCallback(mode=mode)
+    attach(trainer, callback)
+    trainer.train()
+    assert trainer.state.global_step == 1
+    assert any(check.verdict is KernelVerdict.FALLBACK for check in callback.checks) is checks
+
+
+def test_a_model_without_optional_kernels_passes_in_strict_mode(tmp_path):
+    trainer = plain_trainer(tmp_path, tiny_llama())
+    attach(trainer, KernelAssertionCallback(mode="strict"))
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(ConfigurationError, match='"strict", "warn" or "off"'):
+        KernelAssertionCallback(mode="loose")
