@@ -88,9 +88,13 @@ class OperationProbe:
 
         self._moved[name] = 0.0  # first, so that a nested call of the same name is not asked again
         before = _first(self._repeat(call, args, kwargs))
-        changed = tuple(self._replaced(a) for a in args), {k: self._replaced(v) for k, v in kwargs.items()}
+        square = 2 if name == "convolution" else 1  # transformers calls it with [B, channels, T]
+        changed = (
+            tuple(self._replaced(a, square) for a in args),
+            {k: self._replaced(v, square) for k, v in kwargs.items()},
+        )
         after = _first(self._repeat(call, *changed))
-        axis = self._axis(before)
+        axis = self._axis(before, square)
         if axis is None:
             del self._moved[name]
             return
@@ -106,13 +110,13 @@ class OperationProbe:
             torch.manual_seed(0)
             return call(*args, **kwargs)
 
-    def _replaced(self, value: Any) -> Any:
+    def _replaced(self, value: Any, square: int) -> Any:
         """The tensor with other documents' positions changed; anything without a position axis as it is."""
         import torch
 
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return value
-        axis = self._axis(value)
+        axis = self._axis(value, square)
         if axis is None:
             return value
         # Negated and halved: other numbers, but the same range, so that decays and gates stay what they are.
@@ -122,11 +126,14 @@ class OperationProbe:
         changed.narrow(axis, self._start, self._stop - self._start).copy_(inside)
         return changed
 
-    def _axis(self, value: torch.Tensor) -> int | None:
-        """The position axis of [B, T, ...] or of a channels-first [B, D, T]; None where there is none."""
+    def _axis(self, value: torch.Tensor, square: int) -> int | None:
+        """The position axis of [B, T, ...] or of a channels-first [B, D, T]; None where there is none.
+
+        `square` decides where D equals T: 8,192 channels of a convolution in a row of 8,192 slots are no rarity.
+        """
         if value.ndim < 2:
             return None
-        if value.ndim == 3 and value.shape[2] == self._slots and value.shape[1] != self._slots:
+        if value.ndim == 3 and value.shape[2] == self._slots and (value.shape[1] != self._slots or square == 2):
             return 2
         return 1 if value.shape[1] == self._slots else None
 

@@ -83,6 +83,13 @@ def test_v04_a_leak_is_seen_however_fast_the_state_forgets(hybrid, monkeypatch, 
     assert report.output_change > 1e-2  # far above what rounding does to log-probabilities of about 4
 
 
+def test_v02_a_convolution_with_as_many_channels_as_the_row_has_slots_is_named_too(hybrid, monkeypatch):
+    convolution = next(layer for layer in hybrid.modules() if isinstance(layer, torch.nn.Conv1d))
+    slots = convolution.in_channels
+    leaky(monkeypatch, "causal_conv1d_fn")
+    assert probe_isolation(hybrid, packed((slots // 2, slots - slots // 2), slots=slots)).leaks == ("convolution",)
+
+
 @pytest.mark.parametrize("lengths", [(40, 24), (24, 40), (60, 2), (40, 24, 1), (30, 1, 1, 8)])
 def test_v04_the_first_document_is_never_the_one_under_test_for_nothing_can_reach_it(hybrid, monkeypatch, lengths):
     leaky(monkeypatch, "torch_chunk_gated_delta_rule")
