@@ -92,7 +92,7 @@ class SpeedSFTTrainer(StreamedBatches):
         args = settled_config(args, model)
         self._existing_run = None if args.allow_existing_output else existing_run(args.output_dir)
         self._reports: dict[str, DocumentReport] = {}
-        self._train_sampler: PackedBatchSampler | None = None
+        self.train_sampler: PackedBatchSampler | None = None
         self._changed_layers: tuple[str, ...] = ()
         self.packing_active = args.packing
         for name, dataset in named_datasets(train_dataset, eval_dataset):
@@ -166,8 +166,8 @@ class SpeedSFTTrainer(StreamedBatches):
         dataset = self.train_dataset if train_dataset is None else train_dataset
         if not self.packing_active:
             return super()._get_train_sampler(train_dataset)
-        self._train_sampler = self._packed_sampler(dataset, train=True)
-        return self._train_sampler
+        self.train_sampler = self._packed_sampler(dataset, train=True)
+        return self.train_sampler
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         if not self._eval_is_packed():
@@ -207,16 +207,16 @@ class SpeedSFTTrainer(StreamedBatches):
 
     def set_sampler_epoch(self, global_step: int) -> None:
         """Set the sampler's epoch from the number of optimizer steps taken."""
-        if self._train_sampler is not None:
-            self._train_sampler.set_epoch(global_step // self._train_sampler.steps_per_epoch)
+        if self.train_sampler is not None:
+            self.train_sampler.set_epoch(global_step // self.train_sampler.steps_per_epoch)
 
     def collate_probe_batch(self) -> dict[str, Any]:
         """A real packed row of two documents or more on this rank's device; the loader is not touched."""
         slots = self.args.row_slots
         if self.stream is not None:
             return self._probe_batch(self.first_streamed(self.stream, slots // 3))
-        assert self._train_sampler is not None
-        packs = self._train_sampler.plan(0).packs
+        assert self.train_sampler is not None
+        packs = self.train_sampler.plan(0).packs
         pack = next((p for p in packs if len(p) >= 3), None)
         indices = list(pack) if pack is not None else list(range(min(3, len(self.train_dataset))))
         # Documents of half a row and more never share one: cut three of them, for the probe only.
@@ -294,10 +294,10 @@ class SpeedSFTTrainer(StreamedBatches):
         )
 
     def _packing_summary(self) -> PackingSummary | None:
-        if self._train_sampler is None:
+        if self.train_sampler is None:
             return None
-        padded = count_padded_batches(self._train_sampler.lengths, self.args.row_slots)
-        return packing_summary(self._train_sampler.plan(0), padded)
+        padded = count_padded_batches(self.train_sampler.lengths, self.args.row_slots)
+        return packing_summary(self.train_sampler.plan(0), padded)
 
     def prepare_layers(self) -> None:
         """Make the prepared model's layers ready until training ends: proven fused kernels, then packed rows."""

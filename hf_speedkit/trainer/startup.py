@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import IntervalStrategy, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hf_speedkit.core.errors import PackingError
 from hf_speedkit.core.records import IsolationReport, KernelCheck
 from hf_speedkit.kernels.inspection import assert_kernels, check_kernels
 from hf_speedkit.packing.boundaries import check_packed_batch
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from hf_speedkit.trainer.sft import SpeedSFTTrainer
 
 logger = logging.getLogger(__name__)
+
+# In TrainerState.stateful_callbacks, like the token totals (see saved_totals).
+ORDER_KEY = "hf_speedkit.order"
 
 
 @contextmanager
@@ -62,7 +66,22 @@ class StartupProof(TrainerCallback):  # type: ignore[misc]
         self._trainer.restore_token_total(load_totals(state))
         with self._timed("layers"):
             agree(self._trainer.prepare_layers)
+        self._compare_order(state)
         self.prove()
+
+    def _compare_order(self, state: TrainerState) -> None:
+        """Say so where a resumed run sees its documents in another order, and note this run's for its checkpoints."""
+        sampler = self._trainer.train_sampler
+        if sampler is None:
+            return
+        saved = state.stateful_callbacks.get(ORDER_KEY)
+        # The Trainer skips as many batches as the saved run took, whatever is in them now.
+        if isinstance(saved, dict) and state.global_step and not self._trainer.args.ignore_data_skip:
+            try:
+                sampler.load_state_dict(saved)
+            except PackingError as error:
+                logger.warning("some documents may be trained on twice and others not at all: %s", error)
+        state.stateful_callbacks[ORDER_KEY] = sampler.state_dict()
 
     def prove(self) -> None:
         """Kernels, the real batch, isolation; every rank must call it.
