@@ -19,7 +19,7 @@ install-dev:
 	@$(PYTHON) scripts/install.py --venv $(VENV) --extras dev --constraints $(CONSTRAINTS)
 
 demo: install-demo ## Install, fine-tune a tiny Qwen3.5 on real conversations, print what happened (minutes, no GPU)
-	@rm -rf runs/tiny_sft
+	@$(if $(findstring --output_dir,$(DEMO_ARGS)),:,rm -rf runs/tiny_sft) # its own folder, no other
 	$(RUN) $(BIN)/accelerate launch recipes/qwen27b_sft.py --config recipes/tiny_sft.yaml $(DEMO_ARGS)
 
 test: install-dev lint unit ## Everything CI runs: style, types, room contracts, every CPU test

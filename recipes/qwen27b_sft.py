@@ -12,12 +12,13 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hf_speedkit.core.errors import ConfigurationError, SpeedkitError
 from hf_speedkit.trainer.hardware import exit_with, require_hardware
 from hf_speedkit.trainer.job_settings import options, settings, without_option
 from hf_speedkit.trainer.machine import let_idle_threads_sleep, use_all_cores
+from hf_speedkit.trainer.trackers import require_trackers
 
 HERE = Path(__file__).resolve().parent
 TINY = "accelerate launch recipes/qwen27b_sft.py --config recipes/tiny_sft.yaml"
@@ -30,6 +31,7 @@ def main(argv: list[str]) -> None:
     job = settings(config, argv)
     if not {"--help", "-h"} & set(argv):
         require_hardware(job, command=TINY)
+        require_trackers(job)
     let_idle_threads_sleep()
     recipe, args, model_args = parse(config, argv)
 
@@ -38,11 +40,13 @@ def main(argv: list[str]) -> None:
     from trl import get_peft_config
 
     from hf_speedkit import SpeedSFTTrainer
-    from hf_speedkit.trainer.output import existing_run, refuse_existing_run
+    from hf_speedkit.trainer.output import existing_run, refuse_existing_run, require_checkpoint
     from hf_speedkit.trainer.summary import print_summary
 
     resume = job.get("resume_from_checkpoint")  # a path, or true for the last checkpoint in output_dir
-    if not resume and not args.allow_existing_output:
+    if resume:
+        require_checkpoint(resume, args.output_dir)
+    elif not args.allow_existing_output:
         refuse_existing_run(args.output_dir, existing_run(args.output_dir))
     use_all_cores(args)
     set_seed(args.seed)
@@ -111,17 +115,20 @@ def parse(config: Path, argv: list[str]) -> tuple[RecipeArguments, Any, Any]:
 
     from hf_speedkit import SpeedSFTConfig
 
-    given = ["--config", str(config), *without_option(argv, "config")]
+    def refuse(message: str) -> NoReturn:  # argparse's own way prints 160 lines of usage around one that matters
+        raise ConfigurationError(f"a setting cannot be used: {message}", mend=f"correct it in {config.name} or on the "
+                                 "command line; --help lists all settings")  # fmt: skip
+
+    parser = TrlParser((RecipeArguments, SpeedSFTConfig, ModelConfig))
+    parser.error = refuse
     try:
-        recipe, args, model_args = TrlParser((RecipeArguments, SpeedSFTConfig, ModelConfig)).parse_args_and_config(
-            given
+        recipe, args, model_args = parser.parse_args_and_config(
+            ["--config", str(config), *without_option(argv, "config")]
         )
     except ValueError as error:
         if isinstance(error, SpeedkitError):
             raise
-        raise ConfigurationError(
-            f"{config.name} cannot be used", evidence=(str(error),), mend="correct or remove the named setting"
-        ) from error
+        refuse(str(error))
     return recipe, args, model_args
 
 

@@ -217,12 +217,10 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         """Epochs that a run on `tokens` real tokens will see; a sampler must know them to keep their length equal."""
         settings: Any = self
         if settings.max_steps <= 0:
-            return max(1, math.ceil(settings.num_train_epochs))
+            return max(1, math.ceil(float(settings.num_train_epochs)))
         # No epoch is shorter than its tokens' share of a step's slots.
-        steps = max(
-            1, math.ceil(tokens / (self.row_slots * settings.world_size * settings.gradient_accumulation_steps))
-        )
-        return max(1, math.ceil(settings.max_steps / steps))
+        slots = self.row_slots * int(settings.world_size) * int(settings.gradient_accumulation_steps)
+        return max(1, math.ceil(int(settings.max_steps) / max(1, math.ceil(tokens / slots))))
 
     @classmethod
     def from_sft_config(cls, args: SFTConfig) -> SpeedSFTConfig:

@@ -37,3 +37,26 @@ def refuse_existing_run(output_dir: str | Path, found: str | None) -> None:
         "recipe --resume_from_checkpoint true",
         regardless="allow_existing_output=true writes over it",
     )
+
+
+def require_checkpoint(resume: str | bool, output_dir: str | Path) -> None:
+    """Refuse to resume from what is not there, before a model is loaded for it.
+
+    Args:
+        resume: True for the last checkpoint in `output_dir`, or the path of one.
+        output_dir: the run's directory.
+
+    Raises:
+        ConfigurationError: no checkpoint, with what was looked for.
+    """
+    if resume is True:
+        if any(path.is_dir() for path in Path(output_dir).glob("checkpoint-*")):
+            return
+        what = f"there is no checkpoint in output_dir {str(output_dir)!r} to resume from"
+    elif (Path(str(resume)) / "trainer_state.json").is_file():
+        return
+    else:
+        what = f"resume_from_checkpoint={str(resume)!r} is no checkpoint: it holds no trainer_state.json"
+    raise ConfigurationError(
+        what, mend="name a checkpoint-N directory, or leave resume_from_checkpoint out to start a new run"
+    )

@@ -125,6 +125,20 @@ def test_help_is_given_without_a_gpu():
     assert "--tokens_per_batch" in ended.stdout
 
 
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--tokens_per_batch", "abc"], "tokens_per_batch"),
+        (["--overlong", "banana"], "overlong"),
+        (["--tokens_per_bach", "512"], "tokens_per_bach"),
+    ],
+)
+def test_a_wrong_word_on_the_command_line_is_named_in_one_message(capsys, argv, named):
+    with pytest.raises(ConfigurationError, match=named):
+        recipe.parse(TINY, argv)
+    assert "usage:" not in capsys.readouterr().err
+
+
 def test_a_job_without_data_is_refused(changed):
     path = changed(tiny_chat=False)
     with pytest.raises(ConfigurationError, match="dataset_name is not set"):
@@ -183,4 +197,4 @@ def test_the_tiny_job_learns_and_its_table_says_what_happened(tmp_path):
     for steps, more in (("1", ()), ("2", ("--resume_from_checkpoint", "true"))):
         ended = launch("--config", str(TINY), "--max_steps", steps, *resumed, *more, launcher=False)
         assert ended.returncode == 0, ended.stderr[-3000:]
-    assert "in 1 steps" in ended.stdout
+    assert "in 1 step" in ended.stdout

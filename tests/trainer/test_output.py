@@ -1,7 +1,7 @@
 import pytest
 
 from hf_speedkit.core.errors import ConfigurationError
-from hf_speedkit.trainer.output import existing_run, refuse_existing_run
+from hf_speedkit.trainer.output import existing_run, refuse_existing_run, require_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,17 @@ def test_the_refusal_names_the_three_ways_on(tmp_path):
         refuse_existing_run(tmp_path, "checkpoint-5")
     for way in ("another output_dir", "resume_from_checkpoint=True", "allow_existing_output=true"):
         assert way in str(refused.value)
+
+
+@pytest.mark.parametrize("resume", [True, "runs/none", "checkpoint-5"])
+def test_resuming_from_nothing_is_refused_before_a_model_is_loaded(tmp_path, resume):
+    with pytest.raises(ConfigurationError, match="checkpoint"):
+        require_checkpoint(resume, tmp_path)
+
+
+def test_a_checkpoint_that_is_there_passes(tmp_path):
+    checkpoint = tmp_path / "checkpoint-5"
+    checkpoint.mkdir()
+    require_checkpoint(True, tmp_path)
+    (checkpoint / "trainer_state.json").touch()
+    require_checkpoint(str(checkpoint), tmp_path)
