@@ -176,7 +176,7 @@ def main() -> None:
     totals = throughput.run_totals()
     result = {
         "what": f"rung {given.rung} of the 27B geometry",
-        "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(given).items()},
+        "settings": {key: value for key, value in vars(given).items() if key != "out"},
         "parameters": trainer.model.num_parameters(),
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "commit": given.commit,

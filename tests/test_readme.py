@@ -85,6 +85,15 @@ def trace(tmp_path):
     assert run("hf-speedkit trace runs/mine/traces/no_such_trace.json.gz").returncode == 2
 
 
+def report(tmp_path):
+    demo = "accelerate launch recipes/qwen27b_sft.py --config recipes/tiny_sft.yaml"
+    assert run(f"{demo} --max_steps 4 --conversations 20 --output_dir {tmp_path}/run").returncode == 0
+    done = run(f"hf-speedkit report {tmp_path}/run --out {tmp_path}/report.html")
+    assert done.returncode == 0, done.stderr
+    assert "real tokens" in (tmp_path / "report.html").read_text()
+    assert run("hf-speedkit report runs/no_such_run").returncode != 0
+
+
 RUNS = {
     "make demo": make_demo,
     "make test": make_test,
@@ -94,6 +103,7 @@ RUNS = {
     "hf-speedkit doctor Qwen/Qwen3.8-27B": doctor,
     "hf-speedkit plan Qwen/Qwen3.8-27B HuggingFaceH4/ultrachat_200k --split train_sft --overlong truncate": plan,
     "hf-speedkit trace runs/mine/traces/trace_rank0_step20.json.gz": trace,
+    "hf-speedkit report runs/mine --out report.html": report,
 }
 
 
