@@ -88,3 +88,5 @@ def rank_main(rank, port, path, options):
     except Exception as error:
         said = {"error": type(error).__name__, "message": str(error)}
     Path(path, f"rank{rank}.json").write_text(json.dumps(said))
+    # Torch's teardown can deadlock here: the reducer's destructor joins a gloo thread that waits for the GIL.
+    os._exit(0)
