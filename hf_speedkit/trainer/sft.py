@@ -31,6 +31,7 @@ from hf_speedkit.trainer.conversation_checks import SAMPLE_ROWS
 from hf_speedkit.trainer.inputs import (
     check_dataset,
     check_packing_request,
+    check_vocabulary,
     named_datasets,
     refuse_split_rows,
     with_template_kwargs,
@@ -118,6 +119,8 @@ class SpeedSFTTrainer(StreamedBatches):
         )
         if self.packing_active:
             refuse_leaking_family(self.model.config.get_text_config().model_type)
+            for name, dataset in named_datasets(self.train_dataset, self.eval_dataset):
+                check_vocabulary(dataset, self.model, name)
             # Once more: the launcher may ask for what the settings do not.
             refuse_split_rows(self.accelerator.parallelism_config)
             self._padding_collator = self.data_collator

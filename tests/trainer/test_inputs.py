@@ -5,7 +5,7 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 
 from hf_speedkit import SpeedSFTConfig
 from hf_speedkit.core.errors import DatasetError
-from hf_speedkit.trainer.inputs import check_dataset, check_packing_request, with_template_kwargs
+from hf_speedkit.trainer.inputs import check_dataset, check_packing_request, check_vocabulary, with_template_kwargs
 
 TURN = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 
@@ -96,3 +96,13 @@ def test_a_completion_mask_that_nobody_applies_is_refused(tmp_path, streaming, w
     )
     with pytest.raises(DatasetError, match="nothing applies") if refused else nullcontext():
         check_packing_request(settings, None, dataset, None, "no model is loaded for this")
+
+
+@pytest.mark.parametrize(("ids", "named"), [([3, 64], "token id 64"), ([3, -1], "token id -1")])
+def test_token_ids_without_an_embedding_are_refused_before_a_gpu_asserts(ids, named):
+    from support import tiny_llama
+
+    dataset = Dataset.from_dict({"input_ids": [[1, 2, 3]] * 2000 + [ids]})
+    with pytest.raises(DatasetError, match=named):
+        check_vocabulary(dataset, tiny_llama(), "train")
+    check_vocabulary(dataset.select(range(2000)), tiny_llama(), "train")
