@@ -82,7 +82,7 @@ def document_lengths(dataset: Dataset) -> _Ints:
     documents = dataset.select_columns(["input_ids"]).with_format("arrow")
     _refuse_other_columns(documents)
     # An index mapping (after shuffle or filter) has to be followed block by block; without one this is one slice.
-    parts = [_list_lengths(block["input_ids"]) for block in _blocks(documents)]
+    parts = [_list_lengths(block["input_ids"]) for block in blocks(documents)]
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
 
@@ -149,14 +149,15 @@ def _refuse_other_columns(documents: Dataset) -> None:
 
 def _scan(documents: Dataset) -> tuple[_Ints, _Ints]:
     """Tokens and targets of each document."""
-    parts = [_count_block(block) for block in _blocks(documents.with_format("arrow"))]
+    parts = [_count_block(block) for block in blocks(documents.with_format("arrow"))]
     lengths = np.concatenate([part[0] for part in parts])
     if parts and parts[0][1] is None:
         return lengths, np.maximum(lengths - 1, 0)
     return lengths, np.concatenate([part[1] for part in parts if part[1] is not None])
 
 
-def _blocks(view: Dataset) -> Iterator[pa.Table]:
+def blocks(view: Dataset) -> Iterator[pa.Table]:
+    """An arrow-formatted dataset a block of rows at a time, index mappings followed."""
     for first in range(0, len(view), _BLOCK_ROWS):
         yield view[first : first + _BLOCK_ROWS]
 
@@ -212,7 +213,7 @@ def _cut(documents: Dataset, rows: _Ints, limit: int, *, split: bool) -> _Pieces
     chosen = documents.select(rows).with_format("arrow")
     parts = [
         _cut_block(block, rows[first : first + _BLOCK_ROWS], limit, split=split)
-        for first, block in zip(range(0, len(rows), _BLOCK_ROWS), _blocks(chosen), strict=True)
+        for first, block in zip(range(0, len(rows), _BLOCK_ROWS), blocks(chosen), strict=True)
     ]
     return _Pieces(
         table=pa.concat_tables([part.table for part in parts]),

@@ -38,10 +38,6 @@ LEAKING_MODEL_TYPES: dict[str, str] = {
     "xglm": _MASK_WITHOUT_POSITIONS,
 }
 
-# Recurrent families that keep documents apart only if their kernels get boundaries through the whole row: splitting
-# the row over ranks loses them (case V05).
-RECURRENT_LAYER_TYPES = frozenset({"linear_attention", "mamba", "conv"})
-
 
 def refuse_leaking_family(model_type: str) -> None:
     """Refuse packed training of a family known to leak.

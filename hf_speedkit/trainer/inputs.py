@@ -9,6 +9,7 @@ from datasets import Dataset, IterableDataset, Value
 from trl import SFTConfig
 
 from hf_speedkit.core.errors import ConfigurationError, DatasetError
+from hf_speedkit.packing.documents import blocks
 from hf_speedkit.packing.families import refuse_leaking_family
 from hf_speedkit.trainer.streaming import check_stream_settings
 
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from hf_speedkit.trainer.config import SpeedSFTConfig
 
 _TEMPLATE_COLUMN = "chat_template_kwargs"
-# Rows read at once: 10 MB of token ids at 1,250 tokens each.
-_BLOCK_ROWS = 1024
 
 
 def check_dataset(dataset: object, *, text_field: str, formatting_func: object = None, name: str = "train") -> None:
@@ -231,10 +230,8 @@ def check_vocabulary(dataset: Any, model: Any, name: str) -> None:
     import pyarrow.compute as pc
 
     rows = int(model.get_input_embeddings().weight.shape[0])
-    documents = dataset.select_columns(["input_ids"]).with_format("arrow")
-    for start in range(0, len(documents), _BLOCK_ROWS):
-        ids = documents[start : start + _BLOCK_ROWS]["input_ids"]
-        edges = pc.min_max(pc.list_flatten(ids)).as_py()
+    for block in blocks(dataset.select_columns(["input_ids"]).with_format("arrow")):
+        edges = pc.min_max(pc.list_flatten(block["input_ids"])).as_py()
         if edges["max"] is not None and (edges["max"] >= rows or edges["min"] < 0):
             wrong = edges["max"] if edges["max"] >= rows else edges["min"]
             raise DatasetError(

@@ -60,7 +60,6 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
         counts = inputs.pop("token_counts", None)
         if counts is not None:
             self.count_tokens(mode, counts)
-        real = _real_tokens(inputs, counts)
         if return_outputs or not self._is_plain_nll():
             result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             if mode == "eval":
@@ -74,7 +73,11 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             # The divisor counts every rank's targets, and the ranks' gradients are averaged, not summed.
             loss = loss * self.accelerator.num_processes
-        self._add_sums(mode, torch.stack((targets, outputs.entropy.sum(), outputs.is_top1.sum(), nll)), real)
+        self._add_sums(
+            mode,
+            torch.stack((targets, outputs.entropy.sum(), outputs.is_top1.sum(), nll)),
+            _real_tokens(inputs, counts),
+        )
         return loss
 
     def count_tokens(self, mode: str, counts: TokenCounts) -> None:
