@@ -6,27 +6,26 @@ every call, by shapes and flags, and says so in an info line only.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hf_speedkit.core.errors import KernelAssertionError
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
 from hf_speedkit.kernels.refusal import GO_ON
 
-if TYPE_CHECKING:
-    import torch
-
-# (forward, backward), by function and the beginning of its check's evidence. Names: fla 0.6.0, liger-kernel 0.8.5,
+# Names: fla 0.6.0, liger-kernel 0.8.5,
 # causal-conv1d 1.7.0 and torch 2.11 sources. TileLang calls the function that fla writes for it "kernel_kernel".
 _RULE = (
     r"chunk_gated_delta_rule_fwd|chunk_fwd_kernel_o",
     r"chunk_gated_delta_rule_bwd|chunk_bwd_kernel|prepare_wy_repr_bwd|kernel_kernel",
 )
-_FLASH = (r"flash.*fwd|fmha.*fwd|flash.*forward", r"flash.*bwd|fmha.*bwd|flash.*backward|dot_do_o")
-_EXPECTED: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
+# cuDNN, which torch may choose for the same call, says fprop and bprop.
+_FLASH = (r"(flash|fmha).*(fwd|forward|fprop)", r"(flash|fmha).*(bwd|backward|bprop)|dot_do_o")
+EXPECTED_NAMES: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
     {
         ("causal_conv1d_fn", "causal_conv1d"): (r"causal_conv1d\w*fwd", r"causal_conv1d\w*bwd"),
         ("causal_conv1d_fn", "fla"): (r"causal_conv1d\w*fwd", r"causal_conv1d\w*bwd"),
@@ -40,6 +39,8 @@ _EXPECTED: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
         ("swiglu", "fla"): (r"swiglu_fwd", r"swiglu_fwdbwd"),
     }
 )
+"""(function, beginning of the evidence) -> patterns of the forward's and the backward's device kernels."""
+
 _OTHER_BACKENDS = re.compile(r"flash_?qla|gdr_|gdn_", re.IGNORECASE)
 
 
@@ -61,18 +62,35 @@ class KernelRun:
     kernels: tuple[str, ...] = ()
 
 
-def functions_that_ran(kernel_names: Iterable[str], checks: Sequence[KernelCheck]) -> tuple[KernelRun, ...]:
+def functions_that_ran(
+    kernel_names: Iterable[str],
+    checks: Sequence[KernelCheck],
+    *,
+    expected: Mapping[tuple[str, str], tuple[str, str]] = EXPECTED_NAMES,
+) -> tuple[KernelRun, ...]:
     """Hold the kernels of a step against what its checks promise.
 
     Args:
-        kernel_names: names of the device kernels of one whole training step (forward and backward), in any order.
+        kernel_names: names of the device kernels of one micro-batch or more (forward and backward), in any order.
         checks: from `check_kernels`; only FUSED ones promise anything.
+        expected: names by function and evidence.
 
     Returns:
         One entry per FUSED check, in order.
     """
     names = sorted(set(kernel_names))
-    return tuple(_run(check, names) for check in checks if check.verdict is KernelVerdict.FUSED)
+    return tuple(_run(check, names, expected) for check in checks if check.verdict is KernelVerdict.FUSED)
+
+
+def with_runs(checks: Sequence[KernelCheck], runs: Sequence[KernelRun], step: int) -> tuple[KernelCheck, ...]:
+    """The checks, with "its kernels ran in step N" in the evidence of those that were seen both ways."""
+    seen = {(run.function, run.layer) for run in runs if run.forward and run.backward}
+    return tuple(
+        replace(check, evidence=f"{check.evidence}; its kernels ran in step {step}")
+        if check.verdict is KernelVerdict.FUSED and (check.function, check.layer) in seen
+        else check
+        for check in checks
+    )
 
 
 def never_ran(runs: Sequence[KernelRun]) -> KernelAssertionError | None:
@@ -81,11 +99,11 @@ def never_ran(runs: Sequence[KernelRun]) -> KernelAssertionError | None:
     if not missing:
         return None
     return KernelAssertionError(
-        f"{len(missing)} of {len(runs)} fused functions did not run in the first step.",
+        f"{len(missing)} of {len(runs)} fused functions did not run in the first training step.",
         evidence=tuple(
             f"{run.function}   {run.layer}   no {_which(run)} kernel among those of the step" for run in missing
         ),
-        mend="hf-speedkit doctor MODEL --probe  (then look at the step with TraceCallback)",
+        mend="hf-speedkit doctor MODEL --probe  (says what runs at these sizes; TraceCallback shows the step itself)",
         regardless=GO_ON,
     )
 
@@ -93,53 +111,65 @@ def never_ran(runs: Sequence[KernelRun]) -> KernelAssertionError | None:
 class StepKernels:
     """Collects the names of the device kernels between `begin` and `end`: one micro-batch or one step.
 
-    Costs one CUPTI session and one wait for the device, once; outside it costs nothing. On a machine without a GPU, or
-    while another profiler runs (CUPTI has one user at a time), it collects nothing and says so.
+    Costs one CUPTI session and one wait for the device, once; outside it costs nothing.
+
+    Args:
+        device: "cuda", or "cpu" for the names of torch's operators.
+
+    Do not begin beside another profiler, not even one that warms up: torch ends the process then. What is known here
+    is only whether one records (`begin` returns False).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cuda") -> None:
+        self.device = device
         self._profile: Any = None
 
     def begin(self) -> bool:
-        """Start collecting; False if that is not possible now."""
+        """Start collecting; False where that is not possible now (no GPU, or another profiler records)."""
         import torch
+        from torch.profiler import ProfilerActivity, profile
 
-        if self._profile is not None or not torch.cuda.is_available() or torch._C._autograd._profiler_enabled():
+        missing = self.device == "cuda" and not torch.cuda.is_available()
+        if self._profile is not None or missing or torch._C._autograd._profiler_enabled():
             return False
-        profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-        profile.start()
-        self._profile = profile
+        session = profile(activities=[getattr(ProfilerActivity, self.device.upper())])
+        session.start()
+        self._profile = session
         return True
 
     def end(self) -> frozenset[str] | None:
-        """Stop and return the names; None if nothing was collected."""
+        """Stop and return the names, none of them where CUPTI gave nothing; None if nothing was begun."""
         if self._profile is None:
             return None
         import torch
 
-        profile, self._profile = self._profile, None
-        torch.cuda.synchronize()  # the last kernels of the step must have ended to be seen; once in a run
-        profile.stop()
-        return _device_names(profile)
+        session, self._profile = self._profile, None
+        if self.device == "cuda":
+            torch.cuda.synchronize()  # the last kernels of the step must have ended to be seen; once in a run
+        session.stop()
+        events = session.events() or ()
+        return frozenset(event.name for event in events if event.device_type.name == self.device.upper())
+
+    def cancel(self) -> None:
+        """Drop what a step that failed has left open."""
+        session, self._profile = self._profile, None
+        if session is not None:
+            with contextlib.suppress(RuntimeError):  # the device's own error, which the step has raised already
+                session.stop()
 
 
-def _device_names(profile: torch.profiler.profile) -> frozenset[str]:
-    events: Any = profile
-    return frozenset(event.name for event in events.events() or () if event.device_type.name == "CUDA")
-
-
-def _run(check: KernelCheck, names: Sequence[str]) -> KernelRun:
-    expected = next(
+def _run(check: KernelCheck, names: Sequence[str], expected: Mapping[tuple[str, str], tuple[str, str]]) -> KernelRun:
+    known = next(
         (
             patterns
-            for (function, begins), patterns in _EXPECTED.items()
+            for (function, begins), patterns in expected.items()
             if function == check.function and check.evidence.startswith(begins)
         ),
         None,
     )
-    if expected is None:
+    if known is None:
         return KernelRun(function=check.function, layer=check.layer, forward=None, backward=None)
-    forward, backward = ([name for name in names if re.search(pattern, name, re.IGNORECASE)] for pattern in expected)
+    forward, backward = ([name for name in names if re.search(pattern, name, re.IGNORECASE)] for pattern in known)
     # fla may hand the whole rule to FlashQLA, whose kernels have names of their own.
     other = check.function == "chunk_gated_delta_rule" and any(_OTHER_BACKENDS.search(name) for name in names)
     return KernelRun(

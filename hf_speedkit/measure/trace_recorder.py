@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hf_speedkit.measure.profilers import another_profiler_runs
+
 METADATA_KEY = "hf_speedkit"
 """Top-level key of the trace file under which the recording job's own facts lie."""
 
@@ -59,7 +61,7 @@ class StepRecorder:
         """Begin the warm-up step."""
         from torch.profiler import profile, schedule
 
-        if _another_profiler_runs():
+        if another_profiler_runs():
             raise RuntimeError("another profiler is running, and only one can")
         plan = schedule(wait=0, warmup=1, active=self._steps, repeat=1)
         profiler = profile(schedule=plan, on_trace_ready=self._on_ready, with_stack=self._with_stack)
@@ -100,17 +102,6 @@ class StepRecorder:
 
     def _write_facts(self) -> None:
         self._profiler.add_metadata_json(METADATA_KEY, json.dumps(_known(self.facts), allow_nan=False))
-
-
-def _another_profiler_runs() -> bool:
-    """Whether a profiler records this thread. torch 2.13 lets a second one warm up, and then both lose their events.
-
-    Private to torch (`torch.autograd._profiler_enabled`, checked with 2.13); where it is gone, nothing is claimed.
-    """
-    import torch
-
-    enabled = getattr(torch.autograd, "_profiler_enabled", None)
-    return bool(enabled is not None and enabled())
 
 
 def _known(facts: Mapping[str, Any]) -> dict[str, Any]:

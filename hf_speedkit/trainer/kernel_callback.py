@@ -5,38 +5,51 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hf_speedkit.core.errors import ConfigurationError, KernelAssertionError
 from hf_speedkit.core.records import KernelCheck
 from hf_speedkit.kernels.inspection import assert_kernels
 from hf_speedkit.trainer.agreement import agree
+from hf_speedkit.trainer.first_step import FirstStep
 
 
-class KernelAssertionCallback(TrainerCallback):  # type: ignore[misc]
+class KernelAssertionCallback(FirstStep):
     """Inspects the prepared model before step 1 and stops all ranks when training would run slow or wrong kernels.
+
+    On a GPU the kernels of the first micro-batch are read as well and must hold those of every fused function; see
+    `FirstStep`.
 
     Args:
         mode: "strict" raises KernelAssertionError; "warn" logs the same text; "off" does nothing.
         probe: also run each fused function forward and backward on the device and compare with the reference.
 
-    After `on_train_begin`, `checks` holds one KernelCheck per function.
+    After `on_train_begin`, `checks` holds one KernelCheck per function; after the first step, `runs` what was seen.
     """
 
     def __init__(self, *, mode: Literal["strict", "warn", "off"] = "strict", probe: bool = True) -> None:
         if mode not in ("strict", "warn", "off"):
             raise ConfigurationError(f"mode is {mode!r}", mend='use "strict", "warn" or "off"')
+        super().__init__()
         self.mode: Literal["strict", "warn", "off"] = mode
         self.probe = probe
-        self.checks: tuple[KernelCheck, ...] = ()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
     ) -> None:
         """Inspect, or stop all ranks with one message."""
-        if self.mode == "off":
-            return
-        self.checks = agree(lambda: self._assert(args, model))
+        if self.mode != "off":
+            self.checks = agree(lambda: self._assert(args, model))
+        self.expect(self.mode)
+
+    def own_way_on(self, error: KernelAssertionError) -> KernelAssertionError:
+        """The refusal names SpeedSFTConfig's setting; whoever reads this one has the callback in hand."""
+        return KernelAssertionError(
+            error.what,
+            evidence=error.evidence,
+            mend=error.mend,
+            regardless='KernelAssertionCallback(mode="warn")',
+        )
 
     def _assert(self, args: TrainingArguments, model: Any) -> tuple[KernelCheck, ...]:
         try:
@@ -48,13 +61,7 @@ class KernelAssertionCallback(TrainerCallback):  # type: ignore[misc]
                 liger=getattr(args, "use_liger_kernel", False),
             )
         except KernelAssertionError as error:
-            # The refusal names SpeedSFTConfig's setting; whoever reads this one has the callback in hand.
-            raise KernelAssertionError(
-                error.what,
-                evidence=error.evidence,
-                mend=error.mend,
-                regardless='KernelAssertionCallback(mode="warn")',
-            ) from None
+            raise self.own_way_on(error) from None
 
 
 def activation_dtype(args: TrainingArguments) -> torch.dtype | None:

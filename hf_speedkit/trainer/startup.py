@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from transformers import IntervalStrategy, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import IntervalStrategy, TrainerControl, TrainerState, TrainingArguments
 
 from hf_speedkit.core.errors import PackingError
 from hf_speedkit.core.records import IsolationReport, KernelCheck
@@ -16,6 +16,7 @@ from hf_speedkit.kernels.inspection import assert_kernels, check_kernels
 from hf_speedkit.packing.boundaries import check_packed_batch
 from hf_speedkit.packing.isolation import assert_isolation
 from hf_speedkit.trainer.agreement import agree
+from hf_speedkit.trainer.first_step import FirstStep
 from hf_speedkit.trainer.kernel_callback import activation_dtype
 from hf_speedkit.trainer.saved_totals import load_totals
 
@@ -46,16 +47,18 @@ def training_mode(model: torch.nn.Module) -> Iterator[None]:
             module.training = False
 
 
-class StartupProof(TrainerCallback):  # type: ignore[misc]
+class StartupProof(FirstStep):
     """Runs the proofs in on_train_begin, where the model is prepared and no batch has been drawn.
+
+    The first step ends them: see `FirstStep`.
 
     Args:
         trainer: its trainer; a callback alone sees neither the collator nor the wrapped model.
     """
 
     def __init__(self, trainer: SpeedSFTTrainer) -> None:
+        super().__init__()
         self._trainer = trainer
-        self.kernels: tuple[KernelCheck, ...] = ()
         self.isolation: IsolationReport | None = None
         self.seconds: dict[str, float] = {}
         self.resumed_at = 0
@@ -68,6 +71,12 @@ class StartupProof(TrainerCallback):  # type: ignore[misc]
             agree(self._trainer.prepare_layers)
         self._compare_order(state)
         self.prove()
+        self.expect(self._trainer.kernel_mode)
+
+    @property
+    def kernels(self) -> tuple[KernelCheck, ...]:
+        """One check per function: what was found before step 1 and, on a GPU, seen in it."""
+        return self.checks
 
     def _compare_order(self, state: TrainerState) -> None:
         """Say so where a resumed run sees its documents in another order, and note this run's for its checkpoints."""
@@ -90,7 +99,7 @@ class StartupProof(TrainerCallback):  # type: ignore[misc]
             KernelAssertionError, PackingError, IsolationError: on the rank that failed; SpeedkitError on the others.
         """
         with self._timed("kernels"):
-            self.kernels = agree(self._kernels)
+            self.checks = agree(self._kernels)
         if not self._trainer.packing_active:
             return
         batch = agree(self._batch)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
-from hf_speedkit.kernels.ran import StepKernels, functions_that_ran, never_ran
+from hf_speedkit.kernels.ran import StepKernels, functions_that_ran, never_ran, with_runs
 
 
 def check(function, evidence, verdict=KernelVerdict.FUSED):
@@ -28,6 +28,11 @@ CASES = [
         check("attention", "speedkit_varlen, torch"),
         "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<256>>(Flash_fwd_params)",
         "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>(Flash_bwd_params)",
+    ),
+    (
+        check("attention", "speedkit_varlen, torch"),
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6_128x128x64_4x1x1_kernel0_0",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x128x64_4x1x1_kernel0_0",
     ),
     (check("rms_norm", "liger_kernel 0.8.5"), "_rms_norm_forward_kernel", "_block_rms_norm_backward_kernel"),
     (check("rms_norm", "fla 0.6.0"), "layer_norm_fwd_kernel", "layer_norm_bwd_kernel_row"),
@@ -54,7 +59,7 @@ def test_a_function_that_did_not_run_backward_is_refused_by_name():
     checks = [CASES[0][0], CASES[2][0]]
     runs = functions_that_ran([CASES[0][1], CASES[0][2], CASES[2][1]], checks)
     error = never_ran(runs)
-    assert str(error).startswith("1 of 2 fused functions did not run in the first step.")
+    assert str(error).startswith("1 of 2 fused functions did not run in the first training step.")
     assert "causal_conv1d_fn   L   no backward kernel" in str(error)
     assert never_ran(runs[:1]) is None
 
@@ -64,6 +69,14 @@ def test_what_is_not_fused_or_has_no_known_names_promises_nothing():
     (run,) = functions_that_ran([], checks)
     assert (run.function, run.forward, run.backward) == ("attention", None, None)
     assert never_ran([run]) is None
+
+
+def test_only_what_was_seen_both_ways_says_so_in_its_evidence():
+    checks = [CASES[0][0], CASES[2][0], check("chunk_gated_delta_rule", "fla", KernelVerdict.FALLBACK)]
+    runs = functions_that_ran([CASES[0][1], CASES[0][2], CASES[2][1]], checks)
+    seen, not_seen, fallback = with_runs(checks, runs, 1)
+    assert seen.evidence == f"{checks[0].evidence}; its kernels ran in step 1"
+    assert (not_seen, fallback) == (checks[1], checks[2])
 
 
 def test_the_rule_handed_to_another_backend_is_unknown_and_not_missing():
@@ -76,6 +89,19 @@ def test_without_a_gpu_nothing_is_collected():
     step = StepKernels()
     assert step.begin() is False
     assert step.end() is None
+
+
+def test_on_a_cpu_operators_are_collected_until_the_end_and_nothing_after_a_cancel():
+    step = StepKernels("cpu")
+    assert step.begin()
+    assert step.begin() is False
+    torch.ones(2).add(1)
+    names = step.end()
+    assert "aten::add" in names
+    assert step.begin()
+    step.cancel()
+    assert step.end() is None
+    assert not torch.autograd._profiler_enabled()
 
 
 @pytest.mark.gpu

@@ -2,6 +2,8 @@
 
 import os
 import time
+import types
+from contextlib import nullcontext
 
 import pytest
 import torch.multiprocessing as mp
@@ -38,7 +40,34 @@ def run(rank, port, queue):
         agree(lambda: assert_kernels(None, mode="strict", checks=checks(rank)))
     except SpeedkitError as error:
         queue.put((rank, type(error).__name__, str(error)))
+    try:
+        first_step(rank)
+    except SpeedkitError as error:
+        queue.put((rank + 2, type(error).__name__, str(error)))
     dist.destroy_process_group()
+
+
+def first_step(rank):
+    """The hooks of a first step whose forward, on rank 1, calls something else than was proven; rank 0 is traced."""
+    import torch
+    from transformers import TrainerControl, TrainerState
+
+    from hf_speedkit.kernels.ran import StepKernels
+    from hf_speedkit.trainer.first_step import FirstStep
+
+    proof, model = FirstStep(), torch.nn.Linear(4, 4) if rank == 0 else torch.nn.Identity()
+    check = KernelCheck(
+        function="attention", verdict=KernelVerdict.FUSED, layer="L", layers=1, layers_total=1, evidence="linear"
+    )
+    proof.step_kernels, proof.expected_names = StepKernels("cpu"), {("attention", "linear"): ("addmm", "MmBackward")}
+    proof.checks = (check,)
+    proof.expect("strict")
+    hooks = types.SimpleNamespace(device=torch.device("cpu")), TrainerState(), TrainerControl()
+    x = torch.ones(2, 4, requires_grad=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) if rank == 0 else nullcontext():
+        proof.on_step_begin(*hooks, model=model)
+        model(x).sum().backward()
+        proof.on_pre_optimizer_step(*hooks)
 
 
 @pytest.mark.two_process
@@ -54,6 +83,9 @@ def test_kernels_refused_on_one_rank_stop_both_at_once_with_the_command(free_por
     assert said[1][0] == "KernelAssertionError"
     assert said[0][0] == "SpeedkitError"
     assert "rank 1 of 2 cannot train" in said[0][1]
-    for _, message in said.values():
+    for _, message in (said[0], said[1]):
         assert "chunk_gated_delta_rule   BLOCKED" in message
         assert 'pip install "triton>=3.7.1"' in message
+    assert said[3][0] == "KernelAssertionError"
+    assert "attention   L   no forward and no backward kernel" in said[3][1]
+    assert "rank 1 of 2 cannot train" in said[2][1]

@@ -1,0 +1,148 @@
+"""The end of the kernel proof: the kernels of the first training step, held against what was found before it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_speedkit.core.errors import KernelAssertionError
+from hf_speedkit.core.records import KernelCheck
+from hf_speedkit.kernels.ran import (
+    EXPECTED_NAMES,
+    KernelRun,
+    StepKernels,
+    functions_that_ran,
+    never_ran,
+    with_runs,
+)
+from hf_speedkit.measure.profilers import another_profiler_runs
+from hf_speedkit.trainer.agreement import agree
+
+logger = logging.getLogger(__name__)
+
+_NO_KERNELS = "CUPTI gave no kernels (no right to use it, or another tool such as DCGM or Nsight holds it)"
+
+
+class FirstStep(TrainerCallback):  # type: ignore[misc]
+    """Base of the callbacks that prove kernels: reads what ran from a trace of the first micro-batch.
+
+    The first step enters no rate (`ThroughputCallback` leaves it out as warm-up), so it may be slow: one CUPTI session,
+    one wait for the device and, in strict mode, one agreement over ranks, all before the first update of the weights.
+    The session begins in a forward pre-hook, behind every callback's `on_step_begin`, so that a TraceCallback or
+    another profiler goes first and this one stays away.
+
+    `checks` holds one KernelCheck per function, `runs` which of them were seen; `runs` is None before the first step
+    and where nothing could be read.
+    """
+
+    def __init__(self) -> None:
+        self.step_kernels = StepKernels()
+        self.expected_names: Mapping[tuple[str, str], tuple[str, str]] = EXPECTED_NAMES
+        self.checks: tuple[KernelCheck, ...] = ()
+        self.runs: tuple[KernelRun, ...] | None = None
+        self._mode = "off"
+        self._hook: Any = None
+        self._names: frozenset[str] | None = None
+        self._unread = ""
+
+    def expect(self, mode: str) -> None:
+        """Demand in the coming step what `checks` promise: "strict" refuses, "warn" says so, others look at nothing."""
+        self._forget()
+        self.step_kernels.cancel()
+        self._mode = mode if mode in ("strict", "warn") else "off"
+        self._names, self.runs = None, None
+        self._unread = "the model's own forward was not called"
+
+    def own_way_on(self, error: KernelAssertionError) -> KernelAssertionError:
+        """The refusal in the words of whoever raises it."""
+        return error
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+    ) -> None:
+        """Before the first step: wait for the first forward."""
+        if self._mode != "off" and args.device.type != self.step_kernels.device:
+            self._mode = "off"  # a CPU has no fused kernels to look for
+        if self._mode == "off" or self._hook is not None or self._names is not None:
+            return
+        promised = functions_that_ran((), self.checks, expected=self.expected_names)
+        if all(run.forward is None for run in promised):
+            self._unread = ""  # nothing whose kernels' names are known: nothing to look for, and nothing to say
+            return
+        begin: Any = self._begin
+        if getattr(args, "torch_compile", False):  # it changes Python state, which a compiled graph must not capture
+            begin = torch.compiler.disable(begin)  # type: ignore[no-untyped-call]
+        self._hook = model.register_forward_pre_hook(begin)
+
+    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """One micro-batch is enough."""
+        self._end()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Go on, or stop all ranks before the weights are touched."""
+        if self._mode == "off":
+            return
+        self._end()
+        self._forget()
+        mode, self._mode = self._mode, "off"
+        step = state.global_step + 1
+        error = self._missing(step)
+        if self.runs is None and self._unread and state.is_world_process_zero:
+            logger.warning("kernels of step %d UNVERIFIED, training goes on: %s", step, self._unread)
+        if mode == "strict":
+            agree(lambda: _raise(error))
+        elif error is not None:
+            logger.warning("%s", error)
+        self.checks = with_runs(self.checks, self.runs or (), step)
+
+    def _begin(self, module: torch.nn.Module, _: Any) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        self._forget()
+        if another_profiler_runs():
+            self._unread = "another profiler runs in that step, and only one can"
+            return
+        with self._reporting():
+            if not self.step_kernels.begin():
+                self._unread = "the profiler did not start"
+
+    def _end(self) -> None:
+        names: frozenset[str] | None = None
+        with self._reporting():
+            names = self.step_kernels.end()
+        if names is not None:
+            self._names, self._unread = names, "" if names else _NO_KERNELS
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """A profiler that fails is no reason to stop, least of all on one rank of many."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._unread = f"the profiler failed: {(str(error).strip().splitlines() or ['without a word'])[0]}"
+
+    def _missing(self, step: int) -> KernelAssertionError | None:
+        if not self._names:
+            return None
+        self.runs = functions_that_ran(self._names, self.checks, expected=self.expected_names)
+        seen = sum(bool(run.forward and run.backward) for run in self.runs)
+        logger.info("step %d ran the kernels of %d of %d fused functions", step, seen, len(self.runs))
+        error = never_ran(self.runs)
+        return None if error is None else self.own_way_on(error)
+
+    def _forget(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+
+def _raise(error: KernelAssertionError | None) -> None:
+    if error is not None:
+        raise error
