@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.core.families import why_it_leaks
 from hf_speedkit.core.records import KernelCheck, KernelRequirement, KernelVerdict
 from hf_speedkit.kernels.compatibility import Stack
 from hf_speedkit.kernels.fla_convolution import CONVOLUTION, judge_stand_in
@@ -170,8 +171,8 @@ def _check_model(model: Any, tokens_per_batch: int | None) -> tuple[KernelCheck,
     if not checks:
         judgement = unknown_layout(type(model).__name__)
         checks.append(_check("layers", type(model).__name__, 1, 1, judgement))
-    if tokens_per_batch is not None and family is not None:
-        checks = [_without_boundaries_if_known(check, family) for check in checks]
+    if tokens_per_batch is not None and config is not None:
+        checks += _known_leak(config.get_text_config())
     return tuple(checks)
 
 
@@ -234,8 +235,7 @@ def _check_config(config: Any, tokens_per_batch: int | None, stack: Stack) -> It
             judgement = judge_import(requirement, imports.of(requirement))
             if requirement.function == CONVOLUTION and judgement.verdict is KernelVerdict.FALLBACK:
                 judgement = judge_stand_in(judgement, imports.of(FUNCTIONS["chunk_gated_delta_rule"]), stack)
-            check = _check(requirement.function, FAMILIES[family].layer, layers, layers, judgement)
-            yield check if tokens_per_batch is None else _without_boundaries_if_known(check, family)
+            yield _check(requirement.function, FAMILIES[family].layer, layers, layers, judgement)
     implementation = getattr(text_config, "_attn_implementation", None)
     layers = _attention_layers(text_config)
     if implementation is not None and layers:
@@ -245,22 +245,23 @@ def _check_config(config: Any, tokens_per_batch: int | None, stack: Stack) -> It
             else judge_attention(implementation, text_config, tokens_per_batch, live=False)
         )
         yield _check("attention", "attention layers", layers, layers, judgement)
+    if tokens_per_batch is not None:
+        yield from _known_leak(text_config)
 
 
-def _without_boundaries_if_known(check: KernelCheck, family: str) -> KernelCheck:
-    """Packed rows leak in some families although every kernel is there: the layer hands no boundaries on."""
-    known = FAMILIES.get(family)
-    if known is None or known.keeps_documents_apart is not False or check.layer != known.layer:
-        return check
-    if check.verdict is not KernelVerdict.FUSED:
-        return check
+def _known_leak(text_config: Any) -> Iterator[KernelCheck]:
+    """Packed rows leak in some families although every kernel is there: a check of its own says so."""
+    reason = why_it_leaks(str(text_config.model_type)) if family_of(text_config) is not None else None
+    if reason is None:
+        return
     judgement = Judgement(
         verdict=KernelVerdict.NO_BOUNDARIES,
-        evidence=check.evidence,
-        reason=f"{check.layer} of transformers 5.23 does not keep packed documents apart, whatever the kernel",
-        fix="train this family on padded rows",
+        evidence="measured on transformers 5.23; no kernel package changes it",
+        reason=f"packed documents of {text_config.model_type} are not kept apart: {reason}",
+        fix="packing=False  (padded rows) for this family",
     )
-    return _check(check.function, check.layer, check.layers, check.layers_total, judgement)
+    layers = _count_of_layers(text_config) or 1
+    yield _check("packed_rows", "decoder layers", layers, layers, judgement)
 
 
 def _layers_of_family(text_config: Any, family: str) -> int:
@@ -281,7 +282,11 @@ def _decoder_layers(model_or_config: Any) -> int | None:
     config = model_or_config if hasattr(model_or_config, "get_text_config") else None
     if config is None and hasattr(model_or_config, "modules"):
         config = model_config(model_or_config)
-    count = getattr(config.get_text_config(), "num_hidden_layers", None) if config is not None else None
+    return _count_of_layers(config.get_text_config()) if config is not None else None
+
+
+def _count_of_layers(text_config: Any) -> int | None:
+    count = getattr(text_config, "num_hidden_layers", None)
     return count if isinstance(count, int) else None
 
 

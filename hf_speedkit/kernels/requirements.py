@@ -71,14 +71,13 @@ class Family:
         layer: class whose forward calls the functions.
         functions: names in `FUNCTIONS`.
         layer_types: entries of `config.layer_types` for the decoder layers that hold such a layer.
-        keeps_documents_apart: whether packed rows were measured exact with the packages' signatures (True) or
-            leaking although the packages are installed (False); None where nobody measured.
+
+    Whether packed rows of a family stay apart is another question: `hf_speedkit.core.families`.
     """
 
     layer: str
     functions: tuple[str, ...]
     layer_types: tuple[str, ...] = ("linear_attention",)
-    keeps_documents_apart: bool | None = None
 
 
 _CONVOLUTION = ("causal_conv1d_fn", "causal_conv1d_update")
@@ -96,48 +95,39 @@ _EVERY_LAYER = ("hybrid", "hybrid_sliding")
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "bailing_hybrid": Family(
-            layer="BailingHybridDeltaAttention", functions=_KIMI_DELTA, keeps_documents_apart=False
-        ),
-        "bamba": Family(layer="BambaMixer", functions=_MAMBA_2, keeps_documents_apart=True),
-        "falcon_h1": Family(
-            layer="FalconH1Mixer", functions=_MAMBA_2, layer_types=("hybrid",), keeps_documents_apart=True
-        ),
-        "falcon_mamba": Family(layer="FalconMambaMixer", functions=_MAMBA_1_FUSED, keeps_documents_apart=False),
+        "bailing_hybrid": Family(layer="BailingHybridDeltaAttention", functions=_KIMI_DELTA),
+        "bamba": Family(layer="BambaMixer", functions=_MAMBA_2),
+        "falcon_h1": Family(layer="FalconH1Mixer", functions=_MAMBA_2, layer_types=("hybrid",)),
+        "falcon_mamba": Family(layer="FalconMambaMixer", functions=_MAMBA_1_FUSED),
         "glm5_next": Family(layer="Glm5NextTextLinearAttention", functions=_KIMI_DELTA),
-        "granitemoehybrid": Family(layer="GraniteMoeHybridMambaLayer", functions=_MAMBA_2, keeps_documents_apart=False),
+        "granitemoehybrid": Family(layer="GraniteMoeHybridMambaLayer", functions=_MAMBA_2),
         "inkling": Family(
             layer="InklingShortConvolution",
             functions=_CONVOLUTION,
             layer_types=_EVERY_LAYER,
-            keeps_documents_apart=False,
         ),
         "inkling2": Family(
             layer="Inkling2ShortConvolution",
             functions=_CONVOLUTION,
             layer_types=_EVERY_LAYER,
-            keeps_documents_apart=False,
         ),
-        "jamba": Family(layer="JambaMambaMixer", functions=_MAMBA_1, keeps_documents_apart=False),
-        "kimi_linear": Family(layer="KimiLinearDeltaAttention", functions=_KIMI_DELTA, keeps_documents_apart=False),
-        "lfm2": Family(
-            layer="Lfm2ShortConv", functions=_CONVOLUTION, layer_types=("conv",), keeps_documents_apart=True
-        ),
+        "jamba": Family(layer="JambaMambaMixer", functions=_MAMBA_1),
+        "kimi_linear": Family(layer="KimiLinearDeltaAttention", functions=_KIMI_DELTA),
+        "lfm2": Family(layer="Lfm2ShortConv", functions=_CONVOLUTION, layer_types=("conv",)),
         "lfm2_moe": Family(layer="Lfm2MoeShortConv", functions=_CONVOLUTION, layer_types=("conv",)),
-        "mamba": Family(layer="MambaMixer", functions=_MAMBA_1_FUSED, keeps_documents_apart=False),
-        "mamba2": Family(layer="Mamba2Mixer", functions=_MAMBA_2, keeps_documents_apart=False),
-        "nemotron_h": Family(layer="NemotronHMamba2Mixer", functions=_MAMBA_2, keeps_documents_apart=True),
-        "olmo_hybrid": Family(layer="OlmoHybridGatedDeltaNet", functions=_DELTA_NET, keeps_documents_apart=True),
-        "qwen3_5": Family(layer="Qwen3_5GatedDeltaNet", functions=_DELTA_NET, keeps_documents_apart=True),
-        "qwen3_5_moe": Family(layer="Qwen3_5MoeGatedDeltaNet", functions=_DELTA_NET, keeps_documents_apart=True),
-        "qwen3_next": Family(layer="Qwen3NextGatedDeltaNet", functions=_DELTA_NET, keeps_documents_apart=True),
-        "qwen4_exp": Family(layer="Qwen4ExpTextGatedDeltaNet", functions=_DELTA_NET, keeps_documents_apart=True),
+        "mamba": Family(layer="MambaMixer", functions=_MAMBA_1_FUSED),
+        "mamba2": Family(layer="Mamba2Mixer", functions=_MAMBA_2),
+        "nemotron_h": Family(layer="NemotronHMamba2Mixer", functions=_MAMBA_2),
+        "olmo_hybrid": Family(layer="OlmoHybridGatedDeltaNet", functions=_DELTA_NET),
+        "qwen3_5": Family(layer="Qwen3_5GatedDeltaNet", functions=_DELTA_NET),
+        "qwen3_5_moe": Family(layer="Qwen3_5MoeGatedDeltaNet", functions=_DELTA_NET),
+        "qwen3_next": Family(layer="Qwen3NextGatedDeltaNet", functions=_DELTA_NET),
+        "qwen4_exp": Family(layer="Qwen4ExpTextGatedDeltaNet", functions=_DELTA_NET),
         "zamba": Family(layer="ZambaMambaMixer", functions=_MAMBA_1, layer_types=("linear_attention", "hybrid")),
         "zamba2": Family(
             layer="Zamba2MambaMixer",
             functions=_MAMBA_2,
             layer_types=("linear_attention", "hybrid"),
-            keeps_documents_apart=True,
         ),
     }
 )

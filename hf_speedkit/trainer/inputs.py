@@ -9,8 +9,8 @@ from datasets import Dataset, IterableDataset, Value
 from trl import SFTConfig
 
 from hf_speedkit.core.errors import ConfigurationError, DatasetError
+from hf_speedkit.core.families import refuse_leaking_family
 from hf_speedkit.packing.documents import blocks
-from hf_speedkit.packing.families import refuse_leaking_family
 from hf_speedkit.trainer.streaming import check_stream_settings
 
 if TYPE_CHECKING:

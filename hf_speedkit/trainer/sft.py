@@ -14,12 +14,12 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 from trl import SFTConfig
 
+from hf_speedkit.core.families import refuse_leaking_family
 from hf_speedkit.core.records import DocumentReport, TokenCounts
 from hf_speedkit.core.summary import PackingSummary, RunSummary, loss_summary, packing_summary
 from hf_speedkit.kernels.fused_layers import fused_layers
 from hf_speedkit.packing.collator import PackedCollator
 from hf_speedkit.packing.documents import document_lengths, prepare_documents
-from hf_speedkit.packing.families import refuse_leaking_family
 from hf_speedkit.packing.planner import count_padded_batches
 from hf_speedkit.packing.sampler import PackedBatchSampler
 from hf_speedkit.packing.stream import PackedStream, StreamCollator

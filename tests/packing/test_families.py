@@ -5,10 +5,11 @@ import torch
 from support import token_documents
 
 from hf_speedkit.core.errors import KernelAssertionError, PackingError
+from hf_speedkit.core.families import LEAKS, refuse_leaking_family
+from hf_speedkit.core.records import KernelVerdict
 from hf_speedkit.kernels.bindings import bind_references
-from hf_speedkit.kernels.requirements import FAMILIES
+from hf_speedkit.kernels.inspection import check_kernels
 from hf_speedkit.packing.collator import PackedCollator
-from hf_speedkit.packing.families import LEAKING_MODEL_TYPES, refuse_leaking_family
 from hf_speedkit.packing.isolation import probe_isolation
 
 COMMON = {
@@ -146,9 +147,18 @@ def test_a_scan_without_boundaries_is_refused_before_it_runs(family):
             refuse_leaking_family(family)
 
 
-def test_the_kernels_room_knows_the_same_leaks():
-    """Two rooms, one fact: what leaks there is refused here, and what is exact there is not."""
-    leaking = {name.removesuffix("_text") for name in LEAKING_MODEL_TYPES}
-    for name, family in FAMILIES.items():
-        if family.keeps_documents_apart is not None:
-            assert (name not in leaking) is family.keeps_documents_apart, name
+@pytest.mark.parametrize("family", LEAKS)
+def test_the_kernels_room_says_the_same_for_packed_rows_and_nothing_for_others(family):
+    """Two rooms, one table; checked for every row that can be made from its name."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("inkling_text" if family == "inkling" else family)
+    (leak,) = [check for check in check_kernels(config, tokens_per_batch=8192) if check.function == "packed_rows"]
+    assert leak.verdict is KernelVerdict.NO_BOUNDARIES
+    assert LEAKS[family] in leak.reason
+    assert all(check.function != "packed_rows" for check in check_kernels(config))
+
+
+def test_a_text_config_is_known_by_the_name_of_its_family():
+    with pytest.raises(PackingError, match="inkling_text models leak"):
+        refuse_leaking_family("inkling_text")
