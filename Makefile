@@ -7,10 +7,10 @@ RUN = env -u PYTHONPATH
 # More settings for `make demo`, for example DEMO_ARGS="--max_steps 10".
 DEMO_ARGS ?=
 
-.PHONY: help demo test lint unit gpu-test clean install-demo install-dev
+.PHONY: help demo test lint unit gpu-test bench-smoke bench-table clean install-demo install-dev
 
 help: ## What there is
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "make %-11s %s\n", $$1, $$2}'
 
 install-demo:
 	@$(PYTHON) scripts/install.py --venv $(VENV) --extras demo --constraints $(CONSTRAINTS)
@@ -35,6 +35,22 @@ unit: # two processes of one thread each: the CI machine has two cores
 
 gpu-test: ## The tests marked gpu, on a machine with an NVIDIA GPU and the kernels installed
 	$(PYTHON) -m pytest -m gpu -p no:cacheprovider
+
+bench-smoke: install-dev ## The ladder's code path on a CPU with toy models (under 2 minutes; the numbers mean nothing)
+	rm -rf runs/bench_smoke
+	$(RUN) OMP_NUM_THREADS=1 $(BIN)/python benchmarks/ladder.py --out runs/bench_smoke --repetitions 1 --steps 5 \
+		--workloads tiny --rungs seed speedkit
+	$(RUN) OMP_NUM_THREADS=1 $(BIN)/python benchmarks/ladder.py --out runs/bench_smoke --repetitions 1 --steps 5 \
+		--workloads tiny-ga2 --rungs speedkit
+	$(RUN) OMP_NUM_THREADS=1 $(BIN)/python benchmarks/ladder.py --out runs/bench_smoke --repetitions 1 --steps 5 \
+		--workloads tiny-dense --rungs trl "speedkit minus packing"
+	$(BIN)/hf-speedkit report runs/bench_smoke
+	$(BIN)/hf-speedkit report runs/bench_smoke --out runs/bench_smoke/ladder.svg
+
+RESULTS = benchmarks/results/ladder
+bench-table: ## Rewrite README's table and picture from the committed results
+	$(BIN)/hf-speedkit report $(RESULTS) --out README.md
+	$(BIN)/hf-speedkit report $(RESULTS) --out docs/ladder.svg
 
 clean: ## Remove what the targets above made
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

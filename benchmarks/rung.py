@@ -1,35 +1,31 @@
-"""One rung of the ladder in a process of its own: a real Trainer run of the 27B geometry, its numbers as JSON.
+"""One run of one rung in a process of its own: a real Trainer run, its BenchResult as JSON.
 
-    python benchmarks/rung.py speedkit --out result.json [--layers 8] [--steps 40] [--accumulation 1]
+    python benchmarks/rung.py speedkit --out result.json [--workload 27b-8] [--steps 30] [--trace 25]
     torchrun --nproc_per_node 2 benchmarks/rung.py speedkit --out result.json --layers 64 --steps 12      # FSDP2
 
-Rungs, all on the same documents of chat lengths (benchmarks/geometry.py), bf16 weights, AdamW, 8,192 slots a
-micro-batch, activation checkpointing on every layer:
-
-    stock-fallback   padded in two dimensions (rows x longest <= slots), without fla and causal-conv1d
-    kernels          the same with both packages
-    trl              TRL's SFTTrainer, packing="bfd", both packages, its defaults
-    speedkit         SpeedSFTTrainer, its defaults
-
-The figures are those that ThroughputCallback makes; what it calls warm-up is left out by its rule, not by hand. The
-first rung hides the kernel packages, as if they were not installed.
+benchmarks/ladder.py calls it. Rungs and workloads: benchmarks/rungs.py. All train on the same documents of chat
+lengths (benchmarks/geometry.py), bf16 weights, AdamW, activation checkpointing on every layer unless the rung says
+otherwise. The figures are those that ThroughputCallback makes; what it calls warm-up is left out by its rule, not by
+hand. The rungs `seed` and `stock-fallback` hide the kernel packages, as if they were not installed.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.abc
 import json
 import os
 import shutil
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-RUNGS = ("stock-fallback", "kernels", "trl", "speedkit")
+from rungs import RUNGS, WORKLOADS, Rung, Workload
+
+SEED = 0
 FSDP2 = {
     "fsdp": True,
     "fsdp_config": {
@@ -39,31 +35,25 @@ FSDP2 = {
         "cpu_ram_efficient_loading": False,  # the weights are made on the device, the same on every rank
     },
 }
+# Unlike a missing package or memory, a setting of another version is no failure: the ladder goes on without the rung.
+UNKNOWN_SETTING = 3
 
 
-class _NotInstalled(importlib.abc.MetaPathFinder):
-    """Hides packages from import, for the rung of a machine that lacks them."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        if name.partition(".")[0] in ("fla", "causal_conv1d"):
-            raise ModuleNotFoundError(f"No module named {name!r} (hidden by benchmarks/rung.py)", name=name)
-
-
-def arguments() -> argparse.Namespace:
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rung", choices=RUNGS)
+    parser.add_argument("rung", choices=RUNGS, metavar="RUNG", help=", ".join(RUNGS))
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--accumulation", type=int, default=1)
-    parser.add_argument("--tokens-per-batch", type=int, default=8192)
-    parser.add_argument("--checkpointing", type=int, default=1)
+    parser.add_argument("--workload", choices=WORKLOADS, default="27b-8")
+    parser.add_argument("--layers", type=int, help="instead of the workload's")
+    parser.add_argument("--steps", type=int, help="optimizer steps, instead of the rung's")
+    parser.add_argument("--repetition", type=int, default=1)
     parser.add_argument("--logging-steps", type=int, default=5)
     parser.add_argument("--trace", type=int, help="optimizer step to trace")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="SpeedSFTConfig settings to change")
+    parser.add_argument("--keep-trace", action="store_true", help="copy the trace file beside the result")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings to change")
     parser.add_argument("--commit", help="commit of the tree, where git is not at hand")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def padded_sampler(lengths: list[int], slots: int) -> Any:
@@ -92,112 +82,147 @@ def padded_sampler(lengths: list[int], slots: int) -> Any:
     return PaddedBatches()
 
 
-def build(given: argparse.Namespace, directory: str) -> tuple[Any, Any]:
-    """The rung's trainer and its ThroughputCallback."""
-    import torch
-    from geometry import chat_dataset, qwen27b_config, random_model, stub_tokenizer
-    from trl import SFTConfig, SFTTrainer
+def padded(trainer: type, slots: int) -> type:
+    """The trainer class on padded batches of that many slots."""
 
-    from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer, ThroughputCallback, TraceCallback, attach
-    from hf_speedkit.core.flops import model_flops
+    class Padded(trainer):  # type: ignore[misc]
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            return padded_sampler([len(row) for row in self.train_dataset["input_ids"][:]], slots)
 
+    return Padded
+
+
+def settings_of(rung: Rung, workload: Workload, given: argparse.Namespace, directory: str) -> dict[str, Any]:
+    """The settings of the rung's config: what all have, the way's own, the rung's, the command line's."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    config = qwen27b_config(given.layers)
-    # The same seed on every rank: FSDP2 shards what is there, so each rank must hold the same weights.
-    model = random_model(config, device="cuda", dtype=torch.bfloat16)
-    slots = given.tokens_per_batch
-    # Padded batches hold about 0.6 of the tokens, so that many documents are enough for every rung.
-    documents = int(given.steps * given.accumulation * world * slots / 1258.9 * 1.1) + 10
-    dataset = chat_dataset(documents, vocabulary=config.vocab_size, longest=slots)
-    common: dict[str, Any] = {
+    values: dict[str, Any] = {
         "output_dir": directory,
-        "max_steps": given.steps,
-        "gradient_accumulation_steps": given.accumulation,
+        "max_steps": steps_of(rung, workload, given.steps),
+        "gradient_accumulation_steps": workload.accumulation,
         "learning_rate": 1e-5,
         "optim": "adamw_torch_fused",
         "bf16": False,
-        "activation_checkpointing": bool(given.checkpointing),
+        "activation_checkpointing": True,
         "activation_checkpointing_kwargs": {"use_reentrant": False},
         "logging_steps": given.logging_steps,
         "save_strategy": "no",
         "disable_tqdm": True,
         "report_to": "none",
+        **({"use_cpu": True, "optim": "adamw_torch"} if workload.device == "cpu" else {}),
         **(FSDP2 if world > 1 else {}),
     }
-    shared = {"model": model, "train_dataset": dataset, "processing_class": stub_tokenizer()}
-    if given.rung == "speedkit":
-        changed = {key: json.loads(value) for key, _, value in (pair.partition("=") for pair in given.set)}
-        traced = {"trace_steps": [given.trace]} if given.trace else {}
-        args = SpeedSFTConfig(
-            **{**common, "tokens_per_batch": slots, "accelerator_config": {"non_blocking": True}, **traced, **changed},
-            dataloader_num_workers=2,
-        )
-        trainer = SpeedSFTTrainer(args=args, **shared)
-        return trainer, trainer.throughput
-    if given.rung == "trl":
-        args = SFTConfig(
-            **common, packing=True, packing_strategy="bfd", max_length=slots, per_device_train_batch_size=1
-        )
-        trainer = SFTTrainer(args=args, **shared)
+    if rung.way == "speedkit":
+        values |= {"tokens_per_batch": workload.slots, "accelerator_config": {"non_blocking": True}}
+        values |= {"dataloader_num_workers": 2 if workload.device == "cuda" else 0}
+    elif rung.way == "trl":
+        values |= {"packing": True, "packing_strategy": "bfd", "max_length": workload.slots}
+        values |= {"per_device_train_batch_size": 1}
     else:
+        values |= {"max_length": None}
+    given_here = {key: json.loads(value) for key, _, value in (pair.partition("=") for pair in given.set)}
+    values |= {**rung.settings, **given_here}
+    if rung.way == "speedkit" and not values.get("packing", True):
+        values |= {"tokens_per_batch": None, "max_length": None}
+    return values
 
-        class Padded(SFTTrainer):
-            def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-                return padded_sampler([len(row) for row in self.train_dataset["input_ids"][:]], slots)
 
-        trainer = Padded(args=SFTConfig(**common, max_length=None), **shared)
-    throughput = ThroughputCallback(flops=model_flops(config.to_dict(), head_on="target"))
-    attach(trainer, throughput, *([TraceCallback(given.trace)] if given.trace else []))
-    return trainer, throughput
+def steps_of(rung: Rung, workload: Workload, given: int | None) -> int:
+    """Optimizer steps: fewer where one holds more tokens, never too few to tell warm-up from the rest."""
+    larger = workload.accumulation * workload.slots / 8192
+    return given or max(8, round(rung.steps / max(1.0, larger)))
+
+
+def build(rung: Rung, workload: Workload, settings: Mapping[str, Any]) -> Any:
+    """The rung's trainer."""
+    import torch
+    from geometry import GEOMETRIES, MEAN_TOKENS, chat_dataset, random_model, stub_tokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
+
+    ours = rung.way == "speedkit"
+    config_class, trainer_class = (SpeedSFTConfig, SpeedSFTTrainer) if ours else (SFTConfig, SFTTrainer)
+    unknown = sorted(set(settings) - {one.name for one in fields(config_class)})
+    if unknown:
+        print(f"{rung.name}: {config_class.__name__} of this version has no {', '.join(unknown)}", file=sys.stderr)
+        raise SystemExit(UNKNOWN_SETTING)
+    cuda, world = workload.device == "cuda", int(os.environ.get("WORLD_SIZE", "1"))
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    config = GEOMETRIES[workload.geometry](workload.layers)
+    # The same seed on every rank: FSDP2 shards what is there, so each rank must hold the same weights.
+    model = random_model(config, device=workload.device, dtype=torch.bfloat16 if cuda else torch.float32, seed=SEED)
+    mean = workload.mean_tokens or MEAN_TOKENS
+    # Padded batches hold about 0.6 of the tokens, so that many documents are enough for every rung.
+    documents = int(settings["max_steps"] * workload.accumulation * world * workload.slots / mean * 1.1) + 10
+    shared: dict[str, Any] = {
+        "model": model,
+        "train_dataset": chat_dataset(
+            documents, vocabulary=config.vocab_size, longest=workload.slots, seed=SEED, mean_tokens=mean
+        ),
+        "processing_class": stub_tokenizer(),
+    }
+    if workload.lora_rank is not None:
+        from peft import LoraConfig
+
+        shared["peft_config"] = LoraConfig(
+            r=workload.lora_rank, lora_alpha=2 * workload.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
+    if not settings.get("packing", ours):
+        trainer_class = padded(trainer_class, workload.slots)
+    return trainer_class(args=config_class(**settings), **shared)
 
 
 def main() -> None:
-    """Run, print the rates, write the result."""
+    """Run, write the result."""
     given = arguments()
-    if given.rung == "stock-fallback":
-        sys.meta_path.insert(0, _NotInstalled())
-    import torch
+    rung, workload = RUNGS[given.rung], WORKLOADS[given.workload]
+    if given.layers:
+        workload = replace(workload, layers=given.layers, name=f"{workload.geometry}-{given.layers}")
+    os.environ.update(rung.environment)
+    with ExitStack() as open_now:
+        if rung.way in ("seed", "stock-fallback"):
+            # As if they were not installed: import raises ModuleNotFoundError and find_spec gives None.
+            sys.modules.update(dict.fromkeys(("fla", "causal_conv1d")))  # type: ignore[arg-type]
+        if rung.way == "seed":
+            import seed_fallback
 
-    with tempfile.TemporaryDirectory() as directory:
-        trainer, throughput = build(given, directory)
-        began = time.perf_counter()
-        trainer.train()
-        seconds = time.perf_counter() - began
+            open_now.enter_context(seed_fallback.bound())
+        directory = Path(open_now.enter_context(tempfile.TemporaryDirectory()))
+        # A folder of its own inside: SpeedSFTTrainer refuses one that holds another run.
+        settings = settings_of(rung, workload, given, str(directory / "run"))
+        result = run(rung, workload, given, settings)
         if int(os.environ.get("RANK", "0")) != 0:
             return
-        traces = sorted(Path(directory, "traces").glob("*.json.gz"))
-        for path in traces:
+        for path in sorted((directory / "run" / "traces").glob("*.json.gz")) if given.keep_trace else ():
             shutil.copy(path, given.out.with_name(f"{given.out.stem}_{path.name}"))
-    from hf_speedkit.core.records import to_dict
-    from hf_speedkit.measure.environment import collect_environment
-    from hf_speedkit.trainer.summary import print_summary
+    write(given.out, result)
 
-    totals = throughput.run_totals()
-    result = {
-        "what": f"rung {given.rung} of the 27B geometry",
-        "settings": {key: value for key, value in vars(given).items() if key != "out"},
-        "parameters": trainer.model.num_parameters(),
-        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
-        "commit": given.commit,
-        "environment": to_dict(collect_environment()),
-        "train_call_s": seconds,
-        "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
-        "peak_reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
-        "rates": dict(totals.rates),
-        "tokens": to_dict(totals.session),
-        "steady_steps": totals.steady_steps,
-        "session_steps": totals.session_steps,
-        "log": [entry for entry in trainer.state.log_history if "loss" in entry],
-    }
-    if given.rung == "speedkit":
-        summary = trainer.summary()
-        print_summary(summary)
-        result["startup_s"] = dict(summary.startup_s)
-        result["kernels"] = [to_dict(check) for check in summary.kernels]
-        result["isolation"] = to_dict(summary.isolation)
-    given.out.write_text(json.dumps(result, indent=1, default=str) + "\n")
-    print(given.rung, json.dumps({key: round(value, 4) for key, value in totals.rates.items()}))
+
+def run(rung: Rung, workload: Workload, given: argparse.Namespace, settings: Mapping[str, Any]) -> Any:
+    """Build, train, and put the result together."""
+    from hf_speedkit.trainer.benchmark import BenchLabel, measured_run
+
+    trainer = build(rung, workload, settings)
+    shown = {key: value for key, value in settings.items() if key not in ("output_dir", "report_to", "disable_tqdm")}
+    label = BenchLabel(
+        name=rung.name,
+        workload=workload.name,
+        repetition=given.repetition,
+        settings={"rung": asdict(rung), "workload": asdict(workload), "config": shown, "trace": given.trace},
+        seeds={"weights": SEED, "data": SEED},
+        commit=given.commit,
+    )
+    return measured_run(trainer, label, trace_step=given.trace)
+
+
+def write(path: Path, result: Any) -> None:
+    """The result as a file, and its figures on the screen."""
+    from hf_speedkit.core.bench_records import as_text
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(as_text(result), encoding="utf-8")
+    print(result.workload, result.name, json.dumps({key: round(value, 4) for key, value in result.rates.items()}))
 
 
 if __name__ == "__main__":

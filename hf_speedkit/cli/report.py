@@ -20,8 +20,18 @@ _HOMES = {"home", "Users"}
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUNS...", help="Run directories or step logs (.jsonl).")],
-    out: Annotated[Path, typer.Option(metavar="FILE.html", help="The page.")] = Path("speedkit_report.html"),
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUNS...", help="Run directories, step logs (.jsonl), or results of benches (.json)."),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The page (default: speedkit_report.html). Of benches: a picture (.svg), or a document (.md) whose "
+            "table is brought up to date (default: the table is printed).",
+        ),
+    ] = None,
     trace: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="A trace to explain. Repeatable; default: RUN/traces.")
     ] = None,
@@ -29,10 +39,15 @@ def report(
 ) -> None:
     """Turn step logs into one self-contained page: speed beside utilisation, step parts, loss, what a trace says.
 
+    Results of benches become a table in Markdown, or a bar picture.
     Exit 0: the page is written. 1: a log or a trace given cannot be read. 2: wrong use.
     """
     from hf_speedkit.core.errors import SpeedkitError
 
+    if _is_bench(runs):
+        _report_bench(runs, out, as_json=as_json)
+        return
+    out = Path("speedkit_report.html") if out is None else out
     logs = [_step_log(path) for path in runs]
     for path in trace or ():
         if not path.is_file():
@@ -50,6 +65,44 @@ def report(
         typer.echo(_document(reports, summaries, remarks))
         return
     _write(out, reports, summaries, remarks)
+
+
+def _is_bench(runs: Sequence[Path]) -> bool:
+    from hf_speedkit.cli.report_bench import bench_files
+    from hf_speedkit.core.errors import BenchError
+
+    try:
+        return bench_files(runs) is not None
+    except BenchError as error:
+        _fail(str(error))
+
+
+def _report_bench(runs: Sequence[Path], out: Path | None, *, as_json: bool) -> None:
+    import json
+
+    from hf_speedkit.cli.report_bench import bars, bench_files, into, markdown, provenance_gaps, read
+    from hf_speedkit.core.bench_table import rows
+    from hf_speedkit.core.errors import BenchError
+    from hf_speedkit.core.records import to_dict
+
+    if out is not None and out.suffix not in (".svg", ".md"):
+        raise typer.BadParameter(f"of benches a picture (.svg) or a document (.md): {out}", param_hint="--out")
+    try:
+        results = read(bench_files(runs) or ())
+        if as_json:
+            typer.echo(json.dumps([to_dict(row) for row in rows(results)], allow_nan=False))
+        elif out is None:
+            typer.echo(markdown(results), nl=False)
+        elif out.suffix == ".svg":
+            out.write_text(bars(results), encoding="utf-8")
+        else:
+            out.write_text(into(out.read_text(encoding="utf-8"), markdown(results)), encoding="utf-8")
+    except BenchError as error:
+        _fail(str(error))
+    except OSError as error:
+        _fail(f"{out} cannot be written: {error.strerror or error}")
+    for gap in provenance_gaps(results):
+        typer.echo(gap, err=True)
 
 
 def _step_log(path: Path) -> Path:

@@ -74,3 +74,7 @@ class TraceError(SpeedkitError, ValueError):
 
 class StepLogError(SpeedkitError, ValueError):
     """A step log that cannot be read or holds no steps."""
+
+
+class BenchError(SpeedkitError, ValueError):
+    """A bench that cannot run, or a result file that cannot be read."""

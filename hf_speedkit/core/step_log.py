@@ -119,7 +119,7 @@ class _Reader:
         if not self._sessions:
             return False  # its format is not known
         if kind == "step":
-            record = _step(values)
+            record = read_step(values)
             if record is not None:
                 self._steps[record.step] = record
             return record is not None
@@ -147,7 +147,7 @@ class _Reader:
         self._windows = {at: window for at, window in self._windows.items() if at <= step}
         self._repeated += before - len(self._steps)
         self._sessions = [session for session in self._sessions if session.step < step]
-        self._sessions.append(Session(step=step, environment=_environment(values.get("environment"))))
+        self._sessions.append(Session(step=step, environment=read_environment(values.get("environment"))))
         return True
 
     def finish(self) -> StepLog:
@@ -196,7 +196,8 @@ class _Reader:
         return tuple(notes)
 
 
-def _step(values: Mapping[str, Any]) -> StepRecord | None:
+def read_step(values: Mapping[str, Any]) -> StepRecord | None:
+    """A step record from its JSON form; None where it is damaged."""
     step, tokens, time_s = _count(values.get("step")), values.get("tokens"), _time(values.get("step_time_s"))
     slots = _count(tokens.get("slots")) if isinstance(tokens, dict) else None
     if step is None or slots is None or time_s is None or not isinstance(tokens, dict):
@@ -218,7 +219,8 @@ def _step(values: Mapping[str, Any]) -> StepRecord | None:
     )
 
 
-def _environment(values: object) -> Environment | None:
+def read_environment(values: object) -> Environment | None:
+    """An environment from its JSON form; None for anything else."""
     if not isinstance(values, dict):
         return None
     packages, devices = values.get("packages"), values.get("devices")

@@ -1,0 +1,126 @@
+"""Results of benches -> rows of a table: the median over repetitions, and how far they were apart. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from hf_speedkit.core.bench_records import BenchResult
+
+SPEED = "tokens_per_second"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """One number over the repetitions of a run."""
+
+    median: float
+    low: float
+    high: float
+    runs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchRow:
+    """The repetitions of one thing that was measured.
+
+    Args:
+        name: what was varied.
+        workload: what was trained.
+        runs: repetitions.
+        commits: of the code they ran, in order of first use.
+        values: by column (`COLUMNS`); what was not measured is not there.
+    """
+
+    name: str
+    workload: str
+    runs: int
+    commits: tuple[str, ...]
+    values: Mapping[str, Spread]
+
+    @property
+    def speed(self) -> float:
+        """Median real tokens per second, 0 where not one step was steady."""
+        found = self.values.get(SPEED)
+        return 0.0 if found is None else found.median
+
+
+def rows(results: Iterable[BenchResult]) -> tuple[BenchRow, ...]:
+    """One row for each name and workload, in the order in which they first come; cold runs (repetition 0) left out."""
+    groups: dict[tuple[str, str], list[BenchResult]] = {}
+    for result in results:
+        if result.repetition > 0:
+            groups.setdefault((result.workload, result.name), []).append(result)
+    return tuple(_row(group) for group in groups.values())
+
+
+def by_workload(found: Sequence[BenchRow]) -> dict[str, tuple[BenchRow, ...]]:
+    """Rows by workload, the slowest first: a ladder."""
+    ordered = sorted(found, key=lambda row: (row.speed, row.name))
+    return {workload: tuple(row for row in ordered if row.workload == workload)
+            for workload in dict.fromkeys(row.workload for row in found)}  # fmt: skip
+
+
+def median_step_rate(result: BenchResult) -> float | None:
+    """Real tokens per second of the median steady step: what a run would do if no step compiled anything."""
+    found = [
+        step.tokens.real / step.step_time_s
+        for step in result.steps
+        if step.excluded is None and step.tokens.real and step.step_time_s > 0
+    ]
+    return median(found) * result.world_size if found else None
+
+
+def gpu_mean(result: BenchResult, name: str) -> float | None:
+    """Mean over the logged windows of what NVML said; the first, with the warm-up in it, left out if there are more."""
+    found = [entry[key] for entry in result.log for key in (f"speed/gpu_{name}",) if key in entry]
+    return fmean(found[1:] or found) if found else None
+
+
+def _rate(key: str) -> Callable[[BenchResult], float | None]:
+    return lambda result: result.rates.get(f"speed/{key}")
+
+
+def _gpu(name: str) -> Callable[[BenchResult], float | None]:
+    return lambda result: gpu_mean(result, name)
+
+
+def _efficiency(result: BenchResult) -> float | None:
+    return None if result.tokens.real is None else result.tokens.real / result.tokens.slots
+
+
+COLUMNS: Mapping[str, Callable[[BenchResult], float | None]] = {
+    SPEED: _rate("real_tokens_per_second"),
+    "median_step_tokens_per_second": median_step_rate,
+    "mfu": _rate("mfu"),
+    "hfu": _rate("hfu"),
+    "launches": lambda result: result.launches,
+    "host_waits": lambda result: result.host_waits,
+    "step_time_s": _rate("step_time_s"),
+    "host_time_s": _rate("host_time_s"),
+    "device_time_s": _rate("device_time_s"),
+    "data_wait_s": _rate("data_wait_s"),
+    "device_wait_s": _rate("device_wait_s"),
+    "packing_efficiency": _efficiency,
+    "peak_memory_gib": lambda result: result.peak_memory_gib,
+    "gpu_utilization": _gpu("utilization"),
+    "gpu_power_w": _gpu("power_w"),
+    "gpu_sm_clock_mhz": _gpu("sm_clock_mhz"),
+}
+"""What a row may say, and where each number comes from."""
+
+
+def _row(group: Sequence[BenchResult]) -> BenchRow:
+    values = {}
+    for column, of in COLUMNS.items():
+        found = [value for value in map(of, group) if value is not None]
+        if found:
+            values[column] = Spread(median=median(found), low=min(found), high=max(found), runs=len(found))
+    return BenchRow(
+        name=group[0].name,
+        workload=group[0].workload,
+        runs=len(group),
+        commits=tuple(dict.fromkeys(one.environment.commit for one in group if one.environment.commit)),
+        values=values,
+    )

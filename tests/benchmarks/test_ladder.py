@@ -1,0 +1,73 @@
+"""The ladder's plan, and a small part of its code path; `make bench-smoke` runs all of it."""
+
+import json
+
+import ladder
+import pytest
+import rung
+from rungs import LADDER, ONE_OFF, WORKLOADS, selected
+
+from hf_speedkit.core.bench_records import bench_result, missing_provenance
+
+
+def plan(tmp_path, *more):
+    return ladder.planned(ladder.arguments(["--out", str(tmp_path), *more]))
+
+
+def test_repetitions_are_interleaved(tmp_path):
+    order = [(rung.name, repetition) for _, rung, repetition in plan(tmp_path, "--repetitions", "2")]
+    names = [rung.name for rung in LADDER]
+    assert order == [(name, 1) for name in names] + [(name, 2) for name in names]
+
+
+def test_a_dense_model_has_no_fallback_to_measure():
+    names = {rung.name for rung in selected(["ladder"], WORKLOADS["dense-8b-8"])}
+    assert names == {"kernels", "trl", "speedkit"}
+
+
+def test_a_cold_machine_compiles_in_a_run_that_enters_no_table(tmp_path):
+    first, second, *rest = plan(tmp_path, "--cold")
+    assert [(first[1].name, first[2]), (second[1].name, second[2])] == [("speedkit", 0), ("trl", 0)]
+    assert all(repetition > 0 for _, _, repetition in rest)
+
+
+def test_a_rung_that_is_not_there_is_named(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        ladder.arguments(["--out", str(tmp_path), "--rungs", "speedkit plus luck"])
+    assert "speedkit plus luck" in capsys.readouterr().err
+
+
+def test_every_result_has_a_file_of_its_own():
+    names = [
+        ladder.file_name(workload, rung, 1)
+        for workload in WORKLOADS.values()
+        for rung in selected(["ladder", "one-off", "choices"], workload)
+    ]
+    assert len(set(names)) == len(names)
+    assert all(name.replace("-", "").replace("_", "").removesuffix(".json").isalnum() for name in names)
+
+
+def test_one_off_rungs_differ_from_the_defaults_by_settings_only():
+    assert all(rung.way == "speedkit" and rung.settings for rung in ONE_OFF)
+
+
+def test_a_setting_of_another_version_ends_the_rung_and_not_the_ladder(tmp_path, capsys):
+    other = rung.Rung(name="speedkit minus luck", way="speedkit", settings={"luck": False})
+    with pytest.raises(SystemExit) as ended:
+        rung.build(other, WORKLOADS["tiny"], {"luck": False})
+    assert ended.value.code == rung.UNKNOWN_SETTING
+    assert "has no luck" in capsys.readouterr().err
+
+
+def test_a_rung_is_measured_and_not_measured_twice(tmp_path, capsys):
+    common = ["--workloads", "tiny", "--rungs", "seed", "--repetitions", "1"]
+    assert ladder.main([*common, "--out", str(tmp_path / "a"), "--steps", "3", "--commit", "0" * 40]) == 0
+    result = bench_result(json.loads((tmp_path / "a" / "tiny_seed_rep1.json").read_text()))
+    assert missing_provenance(result) == ()
+    assert result.environment.commit == "0" * 40
+    assert result.session_steps == 3
+    assert result.steps[0].excluded == "warm-up"
+    assert any("UNVERIFIED" in line for line in result.kernels)  # the seed's own fallback ran, not today's
+    capsys.readouterr()
+    assert ladder.main([*common, "--out", str(tmp_path / "b"), "--done", str(tmp_path / "a")]) == 0
+    assert "0 runs to measure, 1 are there" in capsys.readouterr().out
