@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from hf_speedkit.core.errors import ConfigurationError, SpeedkitError
 from hf_speedkit.trainer.hardware import exit_with, require_hardware
 from hf_speedkit.trainer.job_settings import options, settings, without_option
+from hf_speedkit.trainer.launching import announce_sharding
 from hf_speedkit.trainer.machine import let_idle_threads_sleep, use_all_cores
 from hf_speedkit.trainer.trackers import require_trackers
 
@@ -32,6 +33,7 @@ def main(argv: list[str]) -> None:
     if not {"--help", "-h"} & set(argv):
         require_hardware(job, command=TINY)
         require_trackers(job)
+        announce_sharding(job)
     let_idle_threads_sleep()
     recipe, args, model_args = parse(config, argv)
 
@@ -42,6 +44,7 @@ def main(argv: list[str]) -> None:
     from hf_speedkit import SpeedSFTTrainer
     from hf_speedkit.trainer.output import existing_run, refuse_existing_run, require_checkpoint
     from hf_speedkit.trainer.summary import print_summary
+    from hf_speedkit.trainer.weights import load_model
 
     resume = job.get("resume_from_checkpoint")  # a path, or true for the last checkpoint in output_dir
     if resume:
@@ -60,12 +63,7 @@ def main(argv: list[str]) -> None:
         dataset, choice = tiny_chat.tiny_dataset(tokenizer, args.tokens_per_batch, recipe.conversations)
     else:
         tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
-        model = AutoModelForCausalLM.from_pretrained(
-            model_args.model_name_or_path,
-            revision=model_args.model_revision,
-            dtype=model_args.dtype,
-            attn_implementation=model_args.attn_implementation,
-        )
+        model = load_model(model_args, args, random_weights=recipe.random_weights)  # once, not once per process
         dataset = load_dataset(recipe.dataset_name, recipe.dataset_config, split=recipe.dataset_train_split)
 
     trainer = SpeedSFTTrainer(
@@ -91,6 +89,8 @@ class RecipeArguments:
     expected_parameters: float | None = field(
         default=None, metadata={"help": "Parameters of the model, to check memory before anything is downloaded."}
     )
+    random_weights: bool = field(default=False, metadata={"help": "Draw the weights: a benchmark needs a config only."})
+    hybrid_sharding: bool = field(default=False, metadata={"help": "FSDP2 inside each host, a copy on every host."})
     tiny_chat: bool = field(default=False, metadata={"help": "Use the model and data of recipes/tiny_chat.py."})
     conversations: int = field(default=174, metadata={"help": "How many conversations tiny_chat chooses."})
 

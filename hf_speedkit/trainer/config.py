@@ -136,6 +136,10 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         for new in ("activation_checkpointing", "activation_checkpointing_kwargs"):
             if getattr(self, new) is None:
                 setattr(self, new, getattr(self, new.replace("activation", "gradient")))
+        # On the command line `--fsdp false` is text, which transformers 5.23 takes for the name of a strategy.
+        settings: Any = self
+        if isinstance(settings.fsdp, str) and settings.fsdp.lower() in ("true", "false"):
+            settings.fsdp = settings.fsdp.lower() == "true"
         super().__post_init__()
         self._check_choices()
         if self.packing:

@@ -93,7 +93,7 @@ def find_missing_hardware(
         ConfigurationError: `expected_parameters` or a dtype that cannot be read.
     """
     state = _training_state(settings)
-    if not _is_on(settings.get("use_cpu")):
+    if not is_on(settings.get("use_cpu")):
         if not gpus:
             return _no_gpu(state, command)
         if local_world_size > len(gpus):
@@ -101,7 +101,7 @@ def find_missing_hardware(
         too_small = _too_little_memory(settings, state, gpus, world_size, command)
         if too_small is not None:
             return too_small
-    if _is_on(settings.get("fsdp")) and world_size == 1:
+    if is_on(settings.get("fsdp")) and world_size == 1:
         return _nothing_to_shard_over(gpus, command)
     return None
 
@@ -130,10 +130,10 @@ def _too_little_memory(
     settings: Mapping[str, object], state: TrainingState | None, gpus: Sequence[Gpu], world_size: int, command: str
 ) -> HardwareError | None:
     # Offloading and DeepSpeed can keep the state in host memory: nothing certain can be said from here.
-    if state is None or _is_on(settings.get("deepspeed")) or _offloads(settings):
+    if state is None or is_on(settings.get("deepspeed")) or _offloads(settings):
         return None
     smallest_gib = min(gpu.memory_gib for gpu in gpus)
-    sharded = _is_on(settings.get("fsdp"))
+    sharded = is_on(settings.get("fsdp"))
     if sharded:
         # One process so far may only mean that the launcher has not been told how many: count every GPU.
         used = len(gpus) if world_size == 1 else world_size
@@ -201,9 +201,9 @@ def _training_state(settings: Mapping[str, object]) -> TrainingState | None:
     if given is None:
         return None
     optimizer = str(settings.get("optim") or "adamw_torch_fused")
-    weights_only = _is_on(settings.get("use_peft")) or optimizer not in _MOMENT_BYTES
+    weights_only = is_on(settings.get("use_peft")) or optimizer not in _MOMENT_BYTES
     # accelerate upcasts what is trained to fp32 where FSDP meets mixed precision (accelerate 1.15 fsdp_utils.py:816).
-    upcast = _is_on(settings.get("fsdp")) and _mixed_precision(settings)
+    upcast = is_on(settings.get("fsdp")) and _mixed_precision(settings)
     weight_bytes = _weight_bytes(settings)
     try:
         return training_state_bytes(
@@ -220,9 +220,9 @@ def _training_state(settings: Mapping[str, object]) -> TrainingState | None:
 
 
 def _weight_bytes(settings: Mapping[str, object]) -> float:
-    if _is_on(settings.get("load_in_4bit")):
+    if is_on(settings.get("load_in_4bit")):
         return 0.5
-    if _is_on(settings.get("load_in_8bit")):
+    if is_on(settings.get("load_in_8bit")):
         return 1.0
     loading = settings.get("model_init_kwargs")
     places = (settings, loading if isinstance(loading, Mapping) else {})
@@ -236,18 +236,18 @@ def _weight_bytes(settings: Mapping[str, object]) -> float:
 
 def _mixed_precision(settings: Mapping[str, object]) -> bool:
     """TRL turns bf16 on unless it, or fp16, is set (trl 1.16 base_config.py:107); either is mixed precision."""
-    return settings.get("bf16") is None or _is_on(settings.get("bf16")) or _is_on(settings.get("fp16"))
+    return settings.get("bf16") is None or is_on(settings.get("bf16")) or is_on(settings.get("fp16"))
 
 
 def _offloads(settings: Mapping[str, object]) -> bool:
     config = settings.get("fsdp_config")
     keys = ("cpu_offload", "fsdp_cpu_offload")
-    if isinstance(config, Mapping) and any(_is_on(config.get(key)) for key in keys):
+    if isinstance(config, Mapping) and any(is_on(config.get(key)) for key in keys):
         return True
     return "offload" in str(settings.get("fsdp", ""))  # the older spelling, fsdp: "full_shard offload"
 
 
-def _is_on(value: object) -> bool:
+def is_on(value: object) -> bool:
     """Truth of a setting, which the command line may have left as text."""
     return value.lower() not in ("", "false", "no", "off", "0", "none") if isinstance(value, str) else bool(value)
 

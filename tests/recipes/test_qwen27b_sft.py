@@ -27,9 +27,7 @@ def test_the_recipe_is_short_enough_to_read():
 def test_model_data_and_trainer_come_in_that_order():
     body = next(n for n in ast.parse(SCRIPT.read_text()).body if getattr(n, "name", "") == "main")
     text = ast.unparse(body)
-    places = [
-        text.index(word) for word in ("from_pretrained(model_args", "load_dataset(recipe", "SpeedSFTTrainer(model")
-    ]
+    places = [text.index(word) for word in ("load_model(model_args", "load_dataset(recipe", "SpeedSFTTrainer(model")]
     assert places == sorted(places)
 
 

@@ -105,3 +105,10 @@ def test_an_sft_config_is_taken_over_as_its_user_wrote_it(tmp_path, packing):
     assert (ours.packing, ours.learning_rate, ours.activation_checkpointing) == (packing, 3e-4, False)
     assert ours.hub_token == "t0ken"
     assert (ours.tokens_per_batch, ours.max_length) == ((512, None) if packing else (None, 256))
+
+
+@pytest.mark.parametrize(("word", "meant"), [("false", False), ("False", False), ("true", True)])
+def test_fsdp_can_be_turned_on_and_off_on_the_command_line(tmp_path, monkeypatch, word, meant):
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # TrainingArguments write it: put back afterwards
+    args = SpeedSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, tokens_per_batch=32, fsdp=word)
+    assert args.fsdp is meant

@@ -1,0 +1,54 @@
+"""What a launcher leaves unsaid: settings that accelerate reads from the environment before a Trainer exists.
+
+`accelerate launch` with a config file of its own sets them; torchrun, Slurm, Kubernetes and a plain `accelerate launch`
+do not, and the job's settings reach accelerate only when the Trainer is made. By then the process group stands.
+Light: neither torch nor transformers is imported here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+
+from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.trainer.hardware import is_on
+
+_REPLICAS, _SHARDS = "PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "PARALLELISM_CONFIG_DP_SHARD_SIZE"
+
+
+def announce_sharding(settings: Mapping[str, object], environment: MutableMapping[str, str] | None = None) -> None:
+    """Say in the environment that the job is sharded, and how; call it before TrainingArguments are made.
+
+    With ACCELERATE_USE_FSDP, accelerate 1.15 starts a gloo group beside NCCL (state.py:228), on which a full state dict
+    is gathered into host memory. What the launcher has set already is kept.
+
+    Args:
+        settings: the job's settings by their names in the YAML file. Read here: `fsdp`, `fsdp_config`, `use_cpu` and
+            `hybrid_sharding` (a copy of the model on every host, sharded over its GPUs: weights then travel over
+            NVLink, and only gradients between hosts).
+        environment: os.environ unless given.
+
+    Raises:
+        ConfigurationError: hybrid sharding without FSDP2, or over hosts of different size.
+    """
+    environment = os.environ if environment is None else environment
+    world, local = (int(environment.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    sharded = is_on(settings.get("fsdp")) or is_on(environment.get("ACCELERATE_USE_FSDP"))
+    hybrid = is_on(settings.get("hybrid_sharding"))
+    if hybrid and not sharded:
+        raise ConfigurationError("hybrid_sharding without fsdp: there is nothing to shard", mend="set fsdp: true")
+    if world == 1 or not sharded or is_on(settings.get("use_cpu")):
+        return
+    given = settings.get("fsdp_config")
+    config = {str(k).removeprefix("fsdp_"): v for k, v in given.items()} if isinstance(given, Mapping) else {}
+    environment.setdefault("ACCELERATE_USE_FSDP", "true")
+    environment.setdefault("FSDP_VERSION", str(config.get("version", 2)))
+    environment.setdefault("FSDP_STATE_DICT_TYPE", str(config.get("state_dict_type", "FULL_STATE_DICT")))
+    if hybrid and _REPLICAS not in environment:
+        if world % local:
+            raise ConfigurationError(
+                f"hybrid_sharding over {world} processes with {local} on this host: the hosts differ in size",
+                mend="start the same number of processes on every host, or set hybrid_sharding: false",
+            )
+        environment["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+        environment[_REPLICAS], environment[_SHARDS] = str(world // local), str(local)

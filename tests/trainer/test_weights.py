@@ -1,0 +1,156 @@
+"""Where a model's weights come from: drawn as the model itself would, read once, or waited for."""
+
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sharded_weights_run import rank_main, trained, write_model
+from support import tiny_hybrid, tiny_llama
+from transformers import AutoModelForCausalLM
+from trl import ModelConfig
+
+from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.trainer.weights import empty_model, load_model, random_model, receives_weights
+
+BUILDERS = {"hybrid": tiny_hybrid, "llama": tiny_llama}
+
+
+def tensors(model):
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+@pytest.mark.parametrize("kind", sorted(BUILDERS))
+def test_drawn_weights_have_the_statistics_of_the_models_own_initialisation(kind):
+    # The smallest matrix has 128 draws: two spreads of it differ by 9 % (one sigma), so 20 % is allowed.
+    config = BUILDERS[kind]().config
+    torch.manual_seed(0)
+    own = tensors(AutoModelForCausalLM.from_config(config))
+    drawn = tensors(random_model(config, device="cpu", dtype=torch.float32, seed=1))
+    assert own.keys() == drawn.keys()
+    for name, value in own.items():
+        mine = drawn[name]
+        assert (mine.shape, mine.dtype, mine.device) == (value.shape, value.dtype, value.device), name
+        if value.dim() > 1:
+            assert mine.std().item() == pytest.approx(value.std().item(), rel=0.2), name
+            assert not torch.equal(mine, value), name  # another seed
+        elif not name.endswith("A_log"):  # norms, dt_bias, inv_freq: constants
+            assert torch.equal(mine, value), name
+        else:  # log of uniform(0.01, 16)
+            assert mine.isfinite().all()
+            assert mine.exp().min() >= 0.0099
+            assert mine.exp().max() <= 16.01
+
+
+def test_one_seed_gives_one_model_and_leaves_the_callers_draws_alone():
+    config = tiny_hybrid().config
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    first = random_model(config, device="cpu", dtype=torch.bfloat16, seed=1)
+    assert torch.equal(torch.rand(3), expected)
+    second = random_model(config, device="cpu", dtype=torch.bfloat16, seed=1)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert {p.dtype for p in first.parameters()} == {torch.bfloat16}
+    assert first.model.rotary_emb.inv_freq.dtype == torch.float32  # positions in bf16 would be wrong above 256
+
+
+def test_tied_weights_stay_tied():
+    config = tiny_hybrid(tie_word_embeddings=True).config
+    for model in (
+        random_model(config, device="cpu", dtype=torch.float32),
+        empty_model(config, dtype=torch.float32),
+    ):
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_weight_that_the_initialisation_leaves_out_is_named(monkeypatch):
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5PreTrainedModel
+
+    monkeypatch.setattr(Qwen3_5PreTrainedModel, "_init_weights", lambda self, module: None)
+    with pytest.raises(ConfigurationError, match=r"does not say how .*weight is initialised"):
+        random_model(tiny_hybrid().config, device="cpu", dtype=torch.float32)
+
+
+def test_a_shell_has_the_layout_of_the_model_and_no_two_parameters_at_one_address():
+    reference = tiny_hybrid().to(torch.bfloat16)
+    shell = empty_model(reference.config, dtype=torch.bfloat16)
+    described = {name: (p.shape, p.dtype) for name, p in shell.state_dict().items()}
+    assert described == {name: (p.shape, p.dtype) for name, p in reference.state_dict().items()}
+    # accelerate finds the optimizer's parameters again by address; on the meta device all of them are 0.
+    addresses = [p.data_ptr() for p in shell.parameters()]
+    assert 0 not in addresses
+    assert len(set(addresses)) == len(addresses)
+    assert torch.equal(shell.model.rotary_emb.inv_freq, tiny_hybrid().model.rotary_emb.inv_freq)
+
+
+def test_weights_that_never_came_cannot_be_missed():
+    shell = empty_model(tiny_hybrid().config, dtype=torch.float32)
+    assert shell(input_ids=torch.tensor([[2, 3, 4]])).logits.isnan().all()
+
+
+PLUGIN = {"fsdp_version": 2, "cpu_ram_efficient_loading": True}
+
+
+@pytest.mark.parametrize(
+    ("plugin", "environment", "device", "rank", "expected"),
+    [
+        (PLUGIN, {}, "cuda", 1, True),
+        (PLUGIN, {}, "cuda", 0, False),  # the one that sends
+        (PLUGIN, {}, "cpu", 1, False),  # accelerate ignores FSDP on a CPU
+        ({**PLUGIN, "cpu_ram_efficient_loading": False}, {}, "cuda", 1, False),
+        (None, {}, "cuda", 1, False),
+        (None, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "cuda", 1, False),
+        (
+            None,
+            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"},
+            "cuda",
+            1,
+            True,
+        ),
+    ],
+)
+def test_a_process_waits_for_weights_only_where_accelerate_sends_them(
+    monkeypatch, plugin, environment, device, rank, expected
+):
+    monkeypatch.delenv("FSDP_CPU_RAM_EFFICIENT_LOADING", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    # The plugin writes its answer into the environment: let monkeypatch put that back.
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false"))
+    args = SimpleNamespace(
+        world_size=2, process_index=rank, device=torch.device(device), fsdp_plugin_args=plugin, seed=0
+    )
+    assert receives_weights(args) is expected
+    assert receives_weights(args, quantized=True) is False
+
+
+def test_random_weights_cannot_be_quantized(tmp_path):
+    with pytest.raises(ConfigurationError, match="cannot be quantized"):
+        load_model(ModelConfig(model_name_or_path=str(tmp_path), load_in_4bit=True), None, random_weights=True)
+
+
+@pytest.mark.two_process
+def test_two_sharded_ranks_train_from_the_weights_that_one_process_would_draw(tmp_path, free_port):
+    write_model(tmp_path)
+    context = torch.multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=rank_main, args=(rank, free_port, str(tmp_path))) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    alone = trained(tmp_path, accumulation=2, sharded=False, receives=False)
+    for process in ranks:
+        process.join(timeout=180)
+        assert process.exitcode == 0
+    said = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    for one in said:
+        assert "error" not in one, one["error"]
+        assert one["before"] == alone["before"]  # every weight, bit for bit
+        assert one["buffers"] == alone["buffers"]
+        assert one["losses"] == pytest.approx(alone["losses"], abs=1e-5)
+        assert one["optimizer_holds_all"]
+        layout, absent = one["refused"]
+        assert "different names, shapes or dtypes" in layout
+        assert "absent" in absent
+    assert said[0]["read"] == {"vectors_nan": False, "any_nan": False}
+    assert said[1]["read"]["vectors_nan"]
