@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_speedkit.core.errors import ConfigurationError
@@ -95,6 +95,7 @@ def assert_kernels(
     dtype: torch.dtype | None = None,
     stack: Stack | None = None,
     liger: bool = False,
+    say: Callable[[str], object] | None = None,
 ) -> tuple[KernelCheck, ...]:
     """Refuse to train on kernels that are slow, wrong or not known, unless told otherwise.
 
@@ -103,6 +104,7 @@ def assert_kernels(
         mode: "strict" raises; "warn" logs the same text and goes on; "off" checks nothing.
         checks: checks made before; None makes them.
         probe, tokens_per_batch, dtype, stack, liger: as in `check_kernels`.
+        say: takes each warning; the log of this module if None.
 
     Returns:
         The checks, when training may go on.
@@ -119,13 +121,14 @@ def assert_kernels(
         checks = check_kernels(
             model_or_config, probe=probe, tokens_per_batch=tokens_per_batch, dtype=dtype, stack=stack, liger=liger
         )
+    say = say or logger.warning
     for line in warnings_in(checks):
-        logger.warning("%s", line)
+        say(line)
     error = refusal(checks, decoder_layers=_decoder_layers(model_or_config))
     if error is not None and mode == "strict":
         raise error
     if error is not None:
-        logger.warning("%s", error)
+        say(str(error))
     return tuple(checks)
 
 

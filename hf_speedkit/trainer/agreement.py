@@ -6,7 +6,7 @@ start-up check catches its error, every rank tells the others with one integer, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from hf_speedkit.core.errors import SpeedkitError
@@ -48,3 +48,27 @@ def agree(check: Callable[[], T]) -> T:
         rank, text = failed[0]
         raise SpeedkitError(f"rank {rank} of {len(texts)} cannot train, so all ranks stop", evidence=(str(text),))
     return result  # type: ignore[return-value]
+
+
+def say_once(say: Callable[[str], object], texts: Sequence[str]) -> None:
+    """Say on rank 0 what the ranks have to say, each text once: eight ranks would print the same table eight times.
+
+    Args:
+        say: called with a text, on rank 0.
+        texts: what this rank has to say; every rank must reach this call, also with nothing.
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        for text in texts:
+            say(text)
+        return
+    gathered: list[Sequence[str]] = [()] * dist.get_world_size()
+    dist.all_gather_object(gathered, tuple(texts))  # at start-up only, as in `agree`
+    ranks: dict[str, list[int]] = {}
+    for rank, said in enumerate(gathered):
+        for text in dict.fromkeys(said):
+            ranks.setdefault(text, []).append(rank)
+    for text, of in ranks.items() if dist.get_rank() == 0 else ():
+        whose = "" if len(of) == len(gathered) else f"rank {', '.join(map(str, of))} of {len(gathered)}: "
+        say(f"{whose}{text}")

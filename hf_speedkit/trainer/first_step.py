@@ -21,7 +21,7 @@ from hf_speedkit.kernels.ran import (
     with_runs,
 )
 from hf_speedkit.measure.profilers import another_profiler_runs
-from hf_speedkit.trainer.agreement import agree
+from hf_speedkit.trainer.agreement import agree, say_once
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class FirstStep(TrainerCallback):  # type: ignore[misc]
     """Base of the callbacks that prove kernels: reads what ran from a trace of the first micro-batch.
 
     The first step enters no rate (`ThroughputCallback` leaves it out as warm-up), so it may be slow: one CUPTI session,
-    one wait for the device and, in strict mode, one agreement over ranks, all before the first update of the weights.
+    one wait for the device and an agreement over ranks, all before the first update of the weights.
     The session begins in a forward pre-hook, behind every callback's `on_step_begin`, so that a TraceCallback or
     another profiler goes first and this one stays away.
 
@@ -94,12 +94,12 @@ class FirstStep(TrainerCallback):  # type: ignore[misc]
         mode, self._mode = self._mode, "off"
         step = state.global_step + 1
         error = self._missing(step)
-        if self.runs is None and self._unread and state.is_world_process_zero:
-            logger.warning("kernels of step %d UNVERIFIED, training goes on: %s", step, self._unread)
         if mode == "strict":
             agree(lambda: _raise(error))
-        elif error is not None:
-            logger.warning("%s", error)
+        said = [str(error)] if error is not None else []
+        if self.runs is None and self._unread:
+            said.append(f"kernels of step {step} UNVERIFIED, training goes on: {self._unread}")
+        say_once(logger.warning, said)
         self.checks = with_runs(self.checks, self.runs or (), step)
 
     def _begin(self, module: torch.nn.Module, _: Any) -> None:

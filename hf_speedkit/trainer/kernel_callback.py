@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -10,8 +12,10 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from hf_speedkit.core.errors import ConfigurationError, KernelAssertionError
 from hf_speedkit.core.records import KernelCheck
 from hf_speedkit.kernels.inspection import assert_kernels
-from hf_speedkit.trainer.agreement import agree
+from hf_speedkit.trainer.agreement import agree, say_once
 from hf_speedkit.trainer.first_step import FirstStep
+
+logger = logging.getLogger(__name__)
 
 
 class KernelAssertionCallback(FirstStep):
@@ -39,7 +43,9 @@ class KernelAssertionCallback(FirstStep):
     ) -> None:
         """Inspect, or stop all ranks with one message."""
         if self.mode != "off":
-            self.checks = agree(lambda: self._assert(args, model))
+            said: list[str] = []
+            self.checks = agree(lambda: self._assert(args, model, said.append))
+            say_once(logger.warning, said)
         self.expect(self.mode)
 
     def own_way_on(self, error: KernelAssertionError) -> KernelAssertionError:
@@ -51,7 +57,7 @@ class KernelAssertionCallback(FirstStep):
             regardless='KernelAssertionCallback(mode="warn")',
         )
 
-    def _assert(self, args: TrainingArguments, model: Any) -> tuple[KernelCheck, ...]:
+    def _assert(self, args: TrainingArguments, model: Any, say: Callable[[str], object]) -> tuple[KernelCheck, ...]:
         try:
             return assert_kernels(
                 model,
@@ -59,6 +65,7 @@ class KernelAssertionCallback(FirstStep):
                 probe=self.probe,
                 dtype=activation_dtype(args),
                 liger=getattr(args, "use_liger_kernel", False),
+                say=say,
             )
         except KernelAssertionError as error:
             raise self.own_way_on(error) from None

@@ -2,7 +2,7 @@
 
 `accelerate launch` and torchrun turn any exit code of a script into their own traceback, printed below the script's
 message (accelerate 1.15 commands/launch.py:993-1001). There the message is said at once, and a small process of its own
-session waits for the launcher to end and says it once more. That process is this file, run as a script.
+session waits for the launcher to end and says it once more, in short. That process is this file, run as a script.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ _LAUNCHER_MODULES = ("accelerate.commands", "accelerate/commands", "torch.distri
 _LONGEST_WAIT_S = 20.0
 """How long the watcher waits for the launcher; torchrun gives its workers up to 30 s, but ours end by themselves."""
 _POLL_S = 0.02
+_ABOVE = "(evidence: above the launcher's traceback)"
 _RANK_0_SPEAKS_FIRST_S = 5.0
 """Time for local rank 0 to say the same and for the launcher to stop us; after it, nobody else has said it."""
 
@@ -30,8 +31,9 @@ def exit_with(error: BaseException | str, code: int = 2) -> NoReturn:
         error: the message, or the exception whose text it is.
         code: the script's exit code. `accelerate launch` and torchrun make 1 of it.
 
-    Under a launcher the message appears twice: at once, and again below the launcher's own traceback. Of several
-    processes on a host only local rank 0 speaks, as long as it fails as well.
+    Under a launcher the message is said at once (where the launcher is a container's first process, nothing outlives
+    it), and once more below the launcher's own traceback, without its evidence: two tables would read as two refusals.
+    Of several processes on a host only local rank 0 speaks, as long as it fails as well.
     """
     message = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"
@@ -41,8 +43,18 @@ def exit_with(error: BaseException | str, code: int = 2) -> NoReturn:
     _say(message)
     launcher = _launcher() if speaks else None
     if launcher is not None:
-        _say_again_after(*launcher, message)
+        _say_again_after(*launcher, _in_short(error))
     raise SystemExit(code)
+
+
+def _in_short(error: BaseException | str) -> str:
+    """The message without its evidence."""
+    from hf_speedkit.core.errors import SpeedkitError  # here: the watcher is this file without the package
+
+    if not isinstance(error, SpeedkitError) or not error.evidence:
+        return error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    short = SpeedkitError(error.what, evidence=(_ABOVE,), mend=error.mend, regardless=error.regardless)
+    return f"{type(error).__name__}: {short}"
 
 
 def _say(message: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from hf_speedkit.core.records import IsolationReport, KernelCheck
 from hf_speedkit.kernels.inspection import assert_kernels, check_kernels
 from hf_speedkit.packing.boundaries import check_packed_batch
 from hf_speedkit.packing.isolation import assert_isolation
-from hf_speedkit.trainer.agreement import agree
+from hf_speedkit.trainer.agreement import agree, say_once
 from hf_speedkit.trainer.first_step import FirstStep
 from hf_speedkit.trainer.kernel_callback import activation_dtype
 from hf_speedkit.trainer.saved_totals import load_totals
@@ -99,7 +99,9 @@ class StartupProof(FirstStep):
             KernelAssertionError, PackingError, IsolationError: on the rank that failed; SpeedkitError on the others.
         """
         with self._timed("kernels"):
-            self.checks = agree(self._kernels)
+            said: list[str] = []
+            self.checks = agree(lambda: self._kernels(said.append))
+            say_once(logger.warning, said)
         if not self._trainer.packing_active:
             return
         batch = agree(self._batch)
@@ -127,7 +129,7 @@ class StartupProof(FirstStep):
         yield
         self.seconds[name] = time.perf_counter() - began
 
-    def _kernels(self) -> tuple[KernelCheck, ...]:
+    def _kernels(self, say: Callable[[str], object]) -> tuple[KernelCheck, ...]:
         trainer = self._trainer
         mode: Any = trainer.kernel_mode
         if mode == "off":
@@ -142,6 +144,7 @@ class StartupProof(FirstStep):
             tokens_per_batch=slots,
             dtype=activation_dtype(trainer.args),
             liger=trainer.args.use_liger_kernel,
+            say=say,
         )
 
     def _batch(self) -> dict[str, Any]:
