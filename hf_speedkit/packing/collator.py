@@ -33,6 +33,7 @@ class PackedCollator:
         tokens_per_batch: slots of the row, T below.
         chunk_size: tokens of a chunk of flash-linear-attention's gated delta rule; None leaves chunk_indices out.
         first_position: position of every document's first token (some models do not count from 0).
+        target_positions: also say which slots precede a target, for a model with `trainer.loss_head`.
 
     Raises:
         PackingError: a setting that cannot work; on a call, rows that do not fit or that are not documents.
@@ -42,6 +43,7 @@ class PackedCollator:
     tokens_per_batch: int
     chunk_size: int | None = field(default=64, kw_only=True)
     first_position: int = field(default=0, kw_only=True)
+    target_positions: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if not _is_int(self.pad_token_id) or self.pad_token_id < 0:
@@ -72,6 +74,7 @@ class PackedCollator:
             chunk_indices: int32 [C, 2], document and chunk-in-document of each chunk, C = sum of ceil(length / chunk).
                 With it flash-linear-attention 0.6 does not stop for the host (else ops/utils/index.py does, once a
                 forward pass).
+            target_positions: int64 [targets], only if asked for: slot t whose next slot t + 1 is a target.
             token_counts: TokenCounts of Python ints; take it out of the batch before the model's forward.
             There is no attention_mask: with one, transformers and fla derive boundaries anew and get them wrong.
 
@@ -127,10 +130,13 @@ class PackedCollator:
         }
         if self.chunk_size is not None:
             batch["chunk_indices"] = _tensor(_chunk_indices(segments, self.chunk_size))
+        targets = np.flatnonzero(row_labels != IGNORE_INDEX)  # never slot 0: a document's first token is none
+        if self.target_positions:
+            batch["target_positions"] = _tensor(targets - 1)
         batch["token_counts"] = TokenCounts(
             slots=slots,
             real=real,
-            target=int(np.count_nonzero(row_labels != IGNORE_INDEX)),
+            target=len(targets),
             documents=len(lengths),
             squared_lengths=int(np.square(lengths).sum()),
         )

@@ -46,6 +46,13 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         fused_layers: on a GPU, run norms, SwiGLU and the convolution on fused kernels from fla or Liger where those are
             installed and agree with the layer's own forward, in outputs and gradients.
         fused_layers_exclude: names to leave alone: "convolution", "rms_norm", "gated_norm", "swiglu".
+        loss_head: "auto" computes the loss of packed rows from hidden states in one go, without host reads and without
+            projecting twice, where the model's output layer is a plain one; "trl" leaves TRL's head in place.
+        fused_optimizer: torch's fused AdamW (optim="adamw_torch_fused") runs as one kernel a tensor that also clips.
+            The gradients themselves are then not clipped: a callback that reads them sees them as they came.
+        activation_checkpointing_layers: how many layers are checkpointed where activation_checkpointing is on. "auto"
+            starts with all of them, measures the first two steps and leaves as many alone as memory allows (packed
+            rows on a GPU; all of them elsewhere), "all", or a number.
         isolation_check: prove before step 1 that packed documents do not see one another.
         throughput: log tokens per second and the parts of a step through `Trainer.log`.
         trace_steps: optimizer steps to trace with torch.profiler, for example [20]; read the files with
@@ -111,6 +118,14 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
     fused_layers_exclude: list[str] | None = field(
         default=None, metadata={"help": "Layers to leave alone: convolution, rms_norm, gated_norm, swiglu."}
     )
+    loss_head: str = field(
+        default="auto",
+        metadata={"help": "auto: our loss head where it can serve; trl: TRL's.", "choices": ["auto", "trl"]},
+    )
+    fused_optimizer: bool = field(default=True, metadata={"help": "Clip and update in one kernel a tensor."})
+    activation_checkpointing_layers: str = field(
+        default="auto", metadata={"help": "Layers to checkpoint: auto (as few as memory asks for), all, or a number."}
+    )
     isolation_check: bool = field(
         default=True,
         metadata={"help": "Prove before step 1 that packed documents do not see one another."},
@@ -155,6 +170,7 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
             ("overlong", _OVERLONG),
             ("kernel_assertion", _ASSERTIONS),
             ("packed_attention", ("auto", "keep")),
+            ("loss_head", ("auto", "trl")),
             ("template_check", ("strict", "warn", "off")),
             ("packing_strategy", (*_STRATEGIES, *_TRL_STRATEGIES, "wrapped")),
         ):
@@ -163,6 +179,13 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
                 raise ConfigurationError(
                     f"{name}={value!r} is not a choice", mend=f"{name} is one of: {', '.join(choices)}"
                 )
+
+        layers = str(self.activation_checkpointing_layers)
+        if layers not in ("auto", "all") and not layers.isdecimal():
+            raise ConfigurationError(
+                f"activation_checkpointing_layers={layers!r} is not a choice",
+                mend="activation_checkpointing_layers is auto, all, or a number of layers",
+            )
 
     def _settle_packing(self) -> None:
         if self.packing_strategy == "wrapped":

@@ -58,6 +58,7 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
         """
         mode = "train" if self.model.training else "eval"
         counts = inputs.pop("token_counts", None)
+        positions = inputs.pop("target_positions", None)
         if counts is not None:
             self.count_tokens(mode, counts)
         if return_outputs or not self._is_plain_nll():
@@ -65,9 +66,7 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
             if mode == "eval":
                 self._add_mean(result[0] if return_outputs else result, inputs.get("labels"))
             return result
-        outputs = model(**{**inputs, "use_cache": False}, fused_lm_head=True)
-        nll = -outputs.log_probs.sum()
-        targets = outputs.label_mask.sum()
+        nll, targets, entropy, correct = self._head_sums(model, inputs, positions)
         # Clamped: a row without targets (it keeps the ranks in step) must give zero, not 0 / 0.
         loss = nll / torch.as_tensor(targets if num_items_in_batch is None else num_items_in_batch).clamp(min=1)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
@@ -75,10 +74,25 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
             loss = loss * self.accelerator.num_processes
         self._add_sums(
             mode,
-            torch.stack((targets, outputs.entropy.sum(), outputs.is_top1.sum(), nll)),
+            torch.stack((targets, entropy, correct, nll)),
             _real_tokens(inputs, counts),
         )
         return loss
+
+    def _head_sums(
+        self, model: torch.nn.Module, inputs: dict[str, Any], positions: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Negative log-likelihood, targets, entropy and correct predictions, summed; on our head where it serves."""
+        if positions is None:
+            outputs = model(**{**inputs, "use_cache": False}, fused_lm_head=True)
+            return (
+                -outputs.log_probs.sum(),
+                outputs.label_mask.sum(),
+                outputs.entropy.sum(),
+                outputs.is_top1.sum(),
+            )
+        outputs = model(**{**inputs, "use_cache": False}, target_positions=positions)
+        return outputs.nll, outputs.targets, outputs.entropy, outputs.correct
 
     def count_tokens(self, mode: str, counts: TokenCounts) -> None:
         """Take note of a micro-batch's tokens, host integers; for subclasses."""

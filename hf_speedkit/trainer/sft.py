@@ -41,6 +41,7 @@ from hf_speedkit.trainer.mfu_inputs import flops_of
 from hf_speedkit.trainer.output import STEP_LOG_NAME, existing_run, refuse_existing_run
 from hf_speedkit.trainer.packed_layers import packed_layers, padded_attention
 from hf_speedkit.trainer.progress import CompactProgress
+from hf_speedkit.trainer.recompute import RecomputeChoice
 from hf_speedkit.trainer.sinks import JsonlSink
 from hf_speedkit.trainer.startup import StartupProof
 from hf_speedkit.trainer.stragglers import log_stragglers
@@ -48,11 +49,12 @@ from hf_speedkit.trainer.streaming import StreamCheckpoint, StreamedBatches
 from hf_speedkit.trainer.templates import TemplateChecks, check_mask, log_example
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback
 from hf_speedkit.trainer.trace_callback import TraceCallback
+from hf_speedkit.trainer.updates import FastUpdates
 
 logger = logging.getLogger(__name__)
 
 
-class SpeedSFTTrainer(StreamedBatches):
+class SpeedSFTTrainer(FastUpdates, StreamedBatches):
     """SFTTrainer with packing, proof and metrics on by default; same signature.
 
     TRL tokenizes and masks. Then documents are checked and counted, planned into rows of `tokens_per_batch` slots anew
@@ -125,13 +127,17 @@ class SpeedSFTTrainer(StreamedBatches):
             refuse_split_rows(self.accelerator.parallelism_config)
             self._padding_collator = self.data_collator
             # TRL refuses a collator of one's own beside packing, so it takes its place afterwards.
-            self.data_collator = StreamCollator(PackedCollator(self._tokenizer.pad_token_id, args.row_slots))
+            self.data_collator = StreamCollator(
+                PackedCollator(self._tokenizer.pad_token_id, args.row_slots, target_positions=self.use_loss_head())
+            )
         self.startup = StartupProof(self)
         self.throughput = self._throughput_callback() if args.throughput else None
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(CompactProgress())
         if self.stream is not None:
             self.add_callback(StreamCheckpoint(self))
+        self.recompute = RecomputeChoice(args.activation_checkpointing_layers, packed=self.packing_active)
+        self.add_callback(self.recompute)
         self.trace = TraceCallback(args.trace_steps) if args.trace_steps else None
         attach(self, *(callback for callback in (self.startup, self.throughput, self.trace) if callback is not None))
 
@@ -212,27 +218,6 @@ class SpeedSFTTrainer(StreamedBatches):
         """Set the sampler's epoch from the number of optimizer steps taken."""
         if self.train_sampler is not None:
             self.train_sampler.set_epoch(global_step // self.train_sampler.steps_per_epoch)
-
-    def collate_probe_batch(self) -> dict[str, Any]:
-        """A real packed row of two documents or more on this rank's device; the loader is not touched."""
-        slots = self.args.row_slots
-        if self.stream is not None:
-            return self._probe_batch(self.first_streamed(self.stream, slots // 3))
-        assert self.train_sampler is not None
-        packs = self.train_sampler.plan(0).packs
-        pack = next((p for p in packs if len(p) >= 3), None)
-        indices = list(pack) if pack is not None else list(range(min(3, len(self.train_dataset))))
-        # Documents of half a row and more never share one: cut three of them, for the probe only.
-        limit = slots if pack is not None else slots // 3
-        return self._probe_batch(
-            [{key: self.train_dataset[index][key][:limit] for key in ("input_ids", "labels")} for index in indices]
-        )
-
-    def _probe_batch(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        if len(rows) == 1:  # a data set of one document: the probe needs a neighbour
-            rows = [{key: value[: self.args.row_slots // 3] for key, value in rows[0].items()}] * 3
-        batch: dict[str, Any] = self._prepare_inputs(self.data_collator(rows))
-        return batch
 
     def count_tokens(self, mode: str, counts: TokenCounts) -> None:
         """Hand a micro-batch's counts to the metrics."""

@@ -104,7 +104,7 @@ class StartupProof(FirstStep):
             say_once(logger.warning, said)
         if not self._trainer.packing_active:
             return
-        batch = agree(self._batch)
+        batch = agree(self.probe_batch)
         if self._trainer.args.isolation_check:
             with self._timed("isolation"), training_mode(self._trainer.model_wrapped):
                 self.isolation = agree(lambda: assert_isolation(self._trainer.model_wrapped, batch))
@@ -147,9 +147,28 @@ class StartupProof(FirstStep):
             say=say,
         )
 
-    def _batch(self) -> dict[str, Any]:
+    def probe_batch(self) -> dict[str, Any]:
         """A real packed batch on the model's device, through the collator that training will use."""
-        batch = self._trainer.collate_probe_batch()
-        batch.pop("token_counts", None)
+        batch: dict[str, Any] = self._trainer._prepare_inputs(self._trainer.data_collator(self._rows()))
+        for key in ("token_counts", "target_positions"):  # for the trainer's own loss, not for the model
+            batch.pop(key, None)
         check_packed_batch(batch)
         return batch
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """Documents of one real row, two or more; the loader is not touched."""
+        trainer = self._trainer
+        slots = trainer.args.row_slots
+        if trainer.stream is not None:
+            rows = trainer.first_streamed(trainer.stream, slots // 3)
+        else:
+            assert trainer.train_sampler is not None
+            packs = trainer.train_sampler.plan(0).packs
+            pack = next((p for p in packs if len(p) >= 3), None)
+            indices = list(pack) if pack is not None else list(range(min(3, len(trainer.train_dataset))))
+            # Documents of half a row and more never share one: cut three of them, for the probe only.
+            limit = slots if pack is not None else slots // 3
+            rows = [{key: trainer.train_dataset[i][key][:limit] for key in ("input_ids", "labels")} for i in indices]
+        if len(rows) == 1:  # a data set of one document: the probe needs a neighbour
+            rows = [{key: value[: slots // 3] for key, value in rows[0].items()}] * 3
+        return rows

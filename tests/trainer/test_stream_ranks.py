@@ -23,7 +23,7 @@ def ranks(tmp_path_factory):
         port = free.getsockname()[1]
     began = time.monotonic()
     mp.start_processes(rank_main, args=(port, str(path)), nprocs=2, start_method="spawn")
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 240  # no rank waits for another one for good
     return [json.loads((path / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -1,0 +1,106 @@
+"""Which layers are checkpointed, and that the choice changes no number."""
+
+import pytest
+import torch
+from support import tiny_hybrid
+from test_sft import trainer_for
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.core.memory import GIB, layers_that_fit, memory_to_spare
+from hf_speedkit.trainer.recompute import RecomputeChoice, checkpointed_layers
+
+
+def forwards_in_a_step(path, **changes):
+    """How often each layer's MLP ran in one training step, and the final weights."""
+    model = tiny_hybrid()
+    trainer = trainer_for(path, model=model, max_steps=1, isolation_check=False, **changes)
+    counts = [0] * 4
+    for number, layer in enumerate(model.model.layers):
+
+        def count(*_, number=number):
+            counts[number] += 1
+
+        layer.mlp.register_forward_pre_hook(count)  # recomputation stops inside the last module
+    trainer.train()
+    return counts, torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [("all", [2, 2, 2, 2]), ("auto", [2, 2, 2, 2]), ("2", [2, 2, 1, 1]), (3, [2, 2, 2, 1]), (0, [1, 1, 1, 1])],
+    ids=str,
+)
+def test_the_last_layers_are_left_alone_and_the_weights_come_out_the_same(tmp_path, layers, expected):
+    plain = forwards_in_a_step(tmp_path / "plain")
+    assert plain[0] == [1, 1, 1, 1]
+    counts, weights = forwards_in_a_step(
+        tmp_path / "chosen", activation_checkpointing=True, activation_checkpointing_layers=layers
+    )
+    assert counts == expected
+    assert torch.equal(weights, plain[1])
+
+
+@pytest.mark.parametrize("layers", ["most", "-1", "1.5"])
+def test_a_choice_that_is_none_is_refused(tmp_path, layers):
+    with pytest.raises(ConfigurationError, match="auto, all, or a number"):
+        trainer_for(tmp_path, activation_checkpointing_layers=layers)
+
+
+def test_more_layers_than_there_are_is_refused_before_step_1(tmp_path):
+    trainer = trainer_for(tmp_path, activation_checkpointing=True, activation_checkpointing_layers=5)
+    with pytest.raises(ConfigurationError, match="4 layers are checkpointed"):
+        trainer.train()
+
+
+def test_layers_under_fsdps_wrapper_can_be_switched_too():
+    model = tiny_hybrid().train()
+    for number, layer in enumerate(model.model.layers):
+        model.model.layers[number] = checkpoint_wrapper(layer)
+    found = checkpointed_layers(model)
+    assert len(found) == 4
+    assert len({layer.kind for layer in found}) == 2
+    calls = []
+    model.model.layers[3].mlp.register_forward_pre_hook(lambda *_: calls.append("mlp"))
+    ids = torch.arange(2, 10)[None]
+    for on, times in ((False, 1), (True, 2)):
+        found[3].switch(on)
+        calls.clear()
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert calls.count("mlp") == times
+
+
+def test_without_checkpointing_there_is_nothing_to_choose(tmp_path):
+    trainer = trainer_for(tmp_path, max_steps=1)
+    trainer.train()
+    assert (trainer.recompute.total, trainer.recompute.checkpointed) == (0, 0)
+
+
+def test_padded_rows_are_never_measured():
+    assert not RecomputeChoice("auto", packed=False).measures
+    assert RecomputeChoice("auto", packed=True).measures
+
+
+@pytest.mark.parametrize(
+    ("kept", "spare", "expected"),
+    [([3, 3, 3], 9, 3), ([3, 3, 3], 8, 2), ([5, 1], 4, 0), ([], 10, 0), ([1, 1], -5, 0), ([0, 0], 0, 2)],
+    ids=str,
+)
+def test_as_many_layers_as_fit_keep_their_activations(kept, spare, expected):
+    assert layers_that_fit(kept, spare) == expected
+
+
+def test_memory_to_spare_leaves_a_margin_and_counts_half_of_an_unused_reserve():
+    spare = memory_to_spare(100 * GIB, others=2 * GIB, allocated=50 * GIB, reserved=60 * GIB)
+    assert spare == 39 * GIB
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+def test_auto_leaves_every_layer_of_a_small_model_alone_on_a_gpu(tmp_path):
+    trainer = trainer_for(
+        tmp_path, use_cpu=False, kernel_assertion="warn", activation_checkpointing=True, max_steps=4, num_train_epochs=4
+    )
+    trainer.train()
+    assert (trainer.recompute.total, trainer.recompute.checkpointed) == (4, 0)
+    assert all(size > 0 for size in trainer.recompute._kept_bytes.values())
