@@ -22,6 +22,8 @@ _ADAMW_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 class FastUpdates(SFTTrainer):  # type: ignore[misc]
     """SFTTrainer with our loss head and our AdamW in place where the settings ask for them and they are proven."""
 
+    optimizer: Any
+
     def use_loss_head(self) -> bool:
         """Put our loss head into the model, if it can serve this one; whether it does.
 
