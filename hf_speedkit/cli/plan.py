@@ -1,4 +1,4 @@
-"""`hf-speedkit plan`: how many batches and steps a job will have, before anyone rents a GPU."""
+"""`hf-speedkit plan`: what memory, batches and steps a job will have, before anyone rents a GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ def plan(
         Path | None, typer.Option(metavar="FILE.json", help="Token counts instead of DATASET: a JSON list.")
     ] = None,
     tokens_per_batch: Annotated[int, typer.Option(min=2, help="Slots of a row.")] = 8192,
-    ranks: Annotated[int, typer.Option(min=1, help="Devices that train on rows of their own.")] = 8,
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs the states are sharded over (FSDP2).")] = None,
+    gpu: Annotated[str | None, typer.Option(metavar="NAME", help="Kind of GPU: h200, h100, a100-80gb ...")] = None,
+    gpu_memory: Annotated[float | None, typer.Option(min=0.1, metavar="GIB", help="Memory of a GPU instead.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Devices that train on rows of their own; --gpus, or 8, without it.")
+    ] = None,
     accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches of an optimizer step.")] = 1,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the data.")] = 1,
     split: Annotated[str, typer.Option(help="Split of DATASET.")] = "train",
@@ -41,27 +46,43 @@ def plan(
     processes: Annotated[int, typer.Option(min=1, help="Processes that tokenize.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Plan a job on a CPU: lengths, batches padded and packed, steps, and what ranks will wait for one another.
+    """Plan a job on a CPU: memory, lengths, batches padded and packed, steps, and what ranks wait for one another.
 
-    Exit 0: good. 1: the data cannot be packed as asked. 2: wrong use.
+    MODEL alone gives the memory. Exit 0: good. 1: the data cannot be packed as asked, or no setting fits. 2: wrong use.
     """
-    from hf_speedkit.cli import plan_data
+    from hf_speedkit.cli import plan_data, plan_memory
     from hf_speedkit.core.errors import SpeedkitError
 
-    if (lengths is None) == (dataset is None):
+    if (lengths is not None and dataset is not None) or (model is None and lengths is None):
         raise typer.BadParameter("give MODEL_OR_TOKENIZER and DATASET, or --lengths FILE.json", param_hint="DATASET")
+    try:
+        planned = plan_memory.planned_gpu(gpu, gpu_memory)
+    except plan_memory.UnknownGpuError as error:
+        raise typer.BadParameter(str(error), param_hint="--gpu") from error
     from hf_speedkit.packing.documents import OVERLONG
 
     if overlong not in OVERLONG:
         raise typer.BadParameter(f"one of: {', '.join(OVERLONG)}", param_hint="--overlong")
     arguments = _template_arguments(template_kwargs)
-    settings = {
+    settings: dict[str, Any] = {
         "tokens_per_batch": tokens_per_batch,
-        "ranks": ranks,
+        "ranks": ranks or gpus or 8,
         "accumulation": accumulation,
         "epochs": epochs,
         "overlong": overlong,
     }
+
+    def plan_model() -> tuple[Any, dict[str, Any] | None]:
+        found = None if model is None else plan_data.model_config(model)
+        if found is None:
+            return None, None
+        count = gpus or settings["ranks"]
+        return found, plan_memory.memory_result(
+            found, tokens=tokens_per_batch, gpus=count, gpu=planned, accumulation=accumulation
+        )
+
+    if lengths is None and dataset is None:
+        raise typer.Exit(_report_memory(str(model), plan_model()[1], settings, as_json=as_json))
     try:
         documents = (
             plan_data.from_file(lengths)
@@ -82,18 +103,38 @@ def plan(
         if as_json:
             typer.echo(json.dumps(_empty_result(settings) | {"error": str(error)}, indent=1))
         _refuse(error)
-    raise typer.Exit(_report(model, documents, settings, as_json=as_json))
+    raise typer.Exit(_report(*plan_model(), documents, settings, as_json=as_json))
 
 
-def _report(model: str | None, documents: Documents, settings: dict[str, Any], *, as_json: bool) -> int:
-    from hf_speedkit.cli.plan_data import model_flops_of
-    from hf_speedkit.cli.plan_view import print_plan
+def _report_memory(model: str, memory: dict[str, Any] | None, settings: dict[str, Any], *, as_json: bool) -> int:
+    from hf_speedkit.cli.plan_view import print_memory
+
+    if memory is None:
+        raise typer.BadParameter(f"no model configuration can be loaded from {model!r}", param_hint="MODEL")
+    if as_json:
+        typer.echo(json.dumps(_empty_result(settings) | {"memory": memory}, indent=1, allow_nan=False))
+    else:
+        print_memory(memory)
+    return SUBJECT_IS_BAD if memory["fits"] is False or memory["error"] else 0
+
+
+def _report(
+    model_config: Any,
+    memory: dict[str, Any] | None,
+    documents: Documents,
+    settings: dict[str, Any],
+    *,
+    as_json: bool,
+) -> int:
+    from hf_speedkit.cli.plan_view import print_memory, print_plan
     from hf_speedkit.core.errors import SpeedkitError
+    from hf_speedkit.core.flops import model_flops
     from hf_speedkit.packing.forecast import compare_batchings, forecast_stragglers, quadratic_per_token
 
     slots = settings["tokens_per_batch"]
     kept, fits = documents.fitted(slots, settings["overlong"])
     result = _empty_result(settings) | {
+        "memory": memory,
         "documents": documents.summary(slots),
         "findings": list(documents.findings),
     }
@@ -109,7 +150,7 @@ def _report(model: str | None, documents: Documents, settings: dict[str, Any], *
         parallel = {"world_size": settings["ranks"], "gradient_accumulation_steps": settings["accumulation"]}
         batchings = compare_batchings(kept, tokens_per_batch=slots, **parallel)
         result["batchings"] = [_as_dict(way) | {"steps_in_all": way.steps * settings["epochs"]} for way in batchings]
-        flops = None if model is None else model_flops_of(model)
+        flops = None if model_config is None else model_flops(model_config.to_dict())
         if flops is not None:
             quadratic = quadratic_per_token(flops)
             forecast = forecast_stragglers(kept, tokens_per_batch=slots, quadratic_per_token=quadratic, **parallel)
@@ -119,14 +160,17 @@ def _report(model: str | None, documents: Documents, settings: dict[str, Any], *
     if as_json:
         typer.echo(json.dumps(result, indent=1, allow_nan=False))
     else:
+        if memory is not None:
+            print_memory(memory)
         print_plan(result, documents.lengths)
-    return SUBJECT_IS_BAD if result["error"] else 0
+    return SUBJECT_IS_BAD if result["error"] or (memory is not None and memory["fits"] is False) else 0
 
 
 def _empty_result(settings: dict[str, Any]) -> dict[str, Any]:
     """The keys of `--json`, whatever comes of it."""
     return {
         "settings": settings,
+        "memory": None,
         "documents": None,
         "findings": [],
         "batchings": [],

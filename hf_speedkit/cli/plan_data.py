@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from hf_speedkit.core.errors import DatasetError, SpeedkitError
-from hf_speedkit.core.flops import ModelFlops, model_flops
 
 _LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 # Boundaries are 32-bit integers (cu_seq_lens): a longer document could not be packed by any kernel.
@@ -162,15 +161,14 @@ def count_tokens(
     )
 
 
-def model_flops_of(model: str) -> ModelFlops | None:
-    """Model FLOPs by the config at `model`; None for a tokenizer alone or a family without a formula."""
+def model_config(model: str) -> Any:
+    """The configuration at `model`; None for a tokenizer alone."""
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(model)
+        return AutoConfig.from_pretrained(model)
     except (OSError, ValueError):
         return None
-    return model_flops(config.to_dict())
 
 
 def _documents(counts: list[int], findings: tuple[str, ...] = ()) -> Documents:

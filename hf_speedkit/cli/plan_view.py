@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,20 @@ from hf_speedkit.core.printable import printable
 
 _BINS = 16
 _BAR = 40
+
+
+def print_memory(memory: Mapping[str, Any]) -> None:
+    """Print one line a setting and the notes, wrapped at the terminal's width with an indent."""
+    console = Console(highlight=False)
+    if memory["error"] is not None:
+        console.print(Text(f"memory: not known, the model cannot be traced: {printable(memory['error'])}"))
+    for setting in memory["settings"]:
+        color = {"fits": "green", "fits tightly": "yellow", "does not fit": "red"}.get(setting["fit"] or "", "")
+        for line in textwrap.wrap(setting["line"], console.width, subsequent_indent="    "):
+            console.print(Text(line, style=color))
+    for note in memory["notes"]:
+        for line in textwrap.wrap(note, console.width, initial_indent="  ", subsequent_indent="    "):
+            console.print(Text(line))
 
 
 def print_plan(result: Mapping[str, Any], lengths: Sequence[int]) -> None:

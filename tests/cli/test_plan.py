@@ -189,4 +189,4 @@ def test_rows_that_cannot_be_counted_are_a_bad_subject_in_words_and_in_json(tmp_
     assert words in result.stderr
     said = json.loads(result.stdout)
     assert words in said["error"]
-    assert said.keys() == {"settings", "documents", "findings", "batchings", "stragglers", "error"}
+    assert said.keys() == {"settings", "memory", "documents", "findings", "batchings", "stragglers", "error"}

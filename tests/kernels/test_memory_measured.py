@@ -1,0 +1,64 @@
+"""The memory plan against torch's own peaks on H200s, from committed results: within 10 %."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from geometry import qwen27b_config
+
+from hf_speedkit.core.memory import GIB
+from hf_speedkit.core.memory_choice import RESERVE_SHARE, context_gib
+from hf_speedkit.core.memory_plan import plan_memory
+from hf_speedkit.core.memory_sizes import PURE_BF16, MemoryJob
+from hf_speedkit.kernels.memory_trace import TraceSettings, trace_memory
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+# Runs of before the fused norms and SwiGLU (their start-up has no such part) held what transformers' own keep.
+RUNS = [
+    ("2026-11-29_h200_27b_cut_8_layers_checkpointing.json", False),
+    ("2026-11-29_h200_27b_cut_8_layers_no_checkpointing.json", False),
+    ("2026-11-29_h200_27b_cut_8_layers_rung_trl.json", False),
+    ("2026-11-29_h200_27b_cut_8_layers_rung_speedkit.json", True),
+    ("2026-11-29_2xh200_27b_fsdp2_first_run.json", False),
+]
+SHARE = 0.10
+"""What the plan is held to; on these five runs it is within 1 %."""
+
+
+@pytest.fixture(scope="module")
+def traced():
+    """Sizes by number of layers and fused or not, each traced once."""
+    known = {}
+
+    def sizes(layers, fused):
+        if (layers, fused) not in known:
+            known[layers, fused] = trace_memory(qwen27b_config(layers), TraceSettings(tokens=8192, fused=fused))
+        return known[layers, fused]
+
+    return sizes
+
+
+@pytest.mark.parametrize(("file", "fused"), RUNS, ids=[file for file, _ in RUNS])
+def test_the_plan_is_within_ten_percent_of_the_measured_peak(file, fused, traced):
+    run = json.loads((RESULTS / file).read_text())
+    settings = run["settings"]
+    assert ("fused layers" in (run.get("startup_s") or {})) is fused
+    assert settings["tokens_per_batch"] == 8192
+    model = traced(settings["layers"], fused)
+    assert model.parameters == run["parameters"]
+    unchecked = 0 if settings["checkpointing"] else settings["layers"]
+    plan = plan_memory(model, PURE_BF16, MemoryJob(gpus=run["world_size"], unchecked=unchecked))
+    assert plan.allocated / GIB == pytest.approx(run["peak_memory_gib"], rel=SHARE)
+    # the allocator's reserve and the context, which "fits" leaves room for, were never more than planned for
+    assert run["peak_reserved_gib"] <= run["peak_memory_gib"] * (1 + RESERVE_SHARE)
+    outside = run["log"][-1]["speed/gpu_memory_gib"] - run["peak_reserved_gib"]
+    assert 0 < outside <= context_gib(run["world_size"])
+
+
+def test_the_ten_percent_would_see_a_layers_activations_counted_twice_or_its_head_left_out(traced):
+    run = json.loads((RESULTS / RUNS[1][0]).read_text())
+    plan = plan_memory(traced(8, False), PURE_BF16, MemoryJob(unchecked=8))
+    for wrong in (plan.allocated + plan.parts["activations"], plan.allocated - plan.parts["loss head"]):
+        assert wrong / GIB != pytest.approx(run["peak_memory_gib"], rel=SHARE)
