@@ -1,0 +1,299 @@
+"""Names a stuck rank within minutes, and ends the others when one has failed; no collective, nothing per step.
+
+Every rank has a thread that says every few seconds, in the key-value store the launcher runs for the job, where its
+training thread is. Only when a rank stands still does it read what the others said. NCCL and gloo themselves would wait
+`ddp_timeout` seconds (1,800 by default) and then name no rank.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_speedkit.core.errors import SpeedkitError
+from hf_speedkit.core.ranks import SAVING, STARTING, Beat, Missing, missing_ranks
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_POLL_S = 5.0
+_NAMED_AFTER_S = 120.0
+_LEFT_TO_END_S = 20.0
+"""How long a rank may take to end by itself after a failure: with the poll, all are gone within 30 s."""
+_STORE_TIMEOUT = timedelta(seconds=10)
+_FAILED = "failed"
+
+
+class RankWatch(TrainerCallback):  # type: ignore[misc]
+    """Tells the ranks where each of them is, from a thread of its own.
+
+    Args:
+        timeout_s: seconds without progress after which a run is ended; 0 neither names nor ends. A stuck rank is named
+            after two minutes, or half of `timeout_s` if that is less. A checkpoint being written and the first step
+            (kernels compile) are named but not ended.
+
+    As a callback it takes note of what training does; `running` starts and stops the thread.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._named_after_s = min(_NAMED_AFTER_S, timeout_s / 2)
+        self._poll_s = min(_LONGEST_POLL_S, timeout_s / 10) if timeout_s else _LONGEST_POLL_S
+        self._doing, self._step, self._progress, self._since = STARTING, 0, 0, time.monotonic()
+        self._first_step: int | None = None
+        self._sent = 0
+        self._heard: dict[int, tuple[int, float]] = {}
+        self._last_named: tuple[tuple[int, ...], set[int]] | None = None
+        self._stop = threading.Event()
+        self._store: Any = None
+        self._rank, self._ranks, self._main = 0, 1, 0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Watch for the time of the context; an exception that leaves it is told to the other ranks.
+
+        Raises:
+            SpeedkitError: in place of an error that another rank's failure brought about, naming that rank.
+        """
+        if not self._connect():
+            yield
+            return
+        self._main = threading.get_ident()
+        self._since = time.monotonic()
+        self._say()
+        thread = threading.Thread(target=self._watch, name="hf_speedkit ranks", daemon=True)
+        thread.start()
+        try:
+            yield
+        except BaseException as error:
+            self._failed(error)
+            raise
+        finally:
+            self._stop.set()
+            thread.join(timeout=_LONGEST_POLL_S)
+
+    # What training does: one assignment each, no lock; a torn read would be off by one part of a step.
+
+    def _begin(self, doing: str, state: TrainerState | None = None) -> None:
+        self._doing, self._since = doing, time.monotonic()
+        self._progress += 1
+        if state is not None:
+            self._step = state.global_step
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """The batches of a step are there."""
+        if self._first_step is None:
+            self._first_step = self._step = state.global_step
+        self._begin("forward and backward")
+
+    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """One more micro-batch is done."""
+        self._begin("forward and backward")
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Gradients are there."""
+        self._begin("the optimizer step")
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """A step is done: what follows is a checkpoint, an evaluation, or the next batches."""
+        after = "evaluating" if control.should_evaluate else "loading the next batches"
+        self._begin(SAVING if control.should_save and not control.should_evaluate else after, state)
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """One more evaluation batch is done."""
+        self._begin("evaluating")
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """An evaluation is done."""
+        self._begin(SAVING if control.should_save else "loading the next batches")
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """A checkpoint is written."""
+        self._begin("loading the next batches")
+
+    # The thread.
+
+    def _connect(self) -> bool:
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return False
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        try:
+            # A connection of its own: the process group's is locked while training waits in it.
+            store = dist.TCPStore(str(address), int(str(port)), is_master=False, timeout=_STORE_TIMEOUT)
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            # Each rank counts its own trainings, so all come to the same number without a collective.
+            number = store.add(f"hf_speedkit/{attempt}/trainings/{self._rank}", 1)
+            self._store = dist.PrefixStore(f"hf_speedkit/{attempt}/{number}", store)
+        except (RuntimeError, ValueError) as error:  # DistStoreError is a RuntimeError
+            logger.warning("stuck ranks cannot be named: no connection to %s:%s (%s)", address, port, error)
+            return False
+        return True
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._poll_s):
+            try:
+                self._say()
+                if self._store.check([_FAILED]):
+                    self._end(json.loads(self._store.get(_FAILED)))
+                    return
+                if self._timeout_s and self._still_s() >= self._named_after_s:
+                    self._look()
+            except RuntimeError as error:
+                # The launcher ended, and its store with it: nothing is left to watch.
+                logger.debug("the ranks' store is gone: %s", error)
+                return
+
+    def _still_s(self) -> float:
+        return time.monotonic() - self._since
+
+    def _say(self) -> None:
+        self._sent += 1
+        where, waits = describe_frame(sys._current_frames().get(self._main))
+        beat = Beat(
+            rank=self._rank,
+            host=socket.gethostname(),
+            sent=self._sent,
+            progress=self._progress,
+            step=self._step,
+            warm=self._first_step is not None and self._step > self._first_step,
+            doing=self._doing,
+            still_s=self._still_s(),
+            where=where,
+            waits=waits,
+        )
+        self._store.set(f"beat/{self._rank}", beat.to_json())
+
+    def _look(self) -> None:
+        """Read everybody's beats; the first rank that is not missing speaks."""
+        beats = [self._beat_of(rank) for rank in range(self._ranks)]
+        silent = self._silent(beats)
+        missing = missing_ranks(beats, silent=silent)
+        if self._rank != next((rank for rank in range(self._ranks) if rank not in missing.ranks), None):
+            return
+        if missing.may_end and self._still_s() >= self._timeout_s:
+            self._tell({"rank": self._rank, "stuck": True, "text": _ending(missing, self._timeout_s)})
+        elif self._last_named != (missing.ranks, silent):
+            self._last_named = (missing.ranks, silent)
+            logger.warning("%s\n  %s", missing.message, "\n  ".join(missing.evidence))
+
+    def _beat_of(self, rank: int) -> Beat:
+        key = f"beat/{rank}"
+        if self._store.check([key]):
+            return Beat.from_json(self._store.get(key))
+        return Beat(
+            rank=rank, host="an unknown host", sent=0, progress=-1, step=0, warm=False, doing="not yet in training",
+            still_s=self._still_s(), where="an unknown line", waits=False,
+        )  # fmt: skip
+
+    def _silent(self, beats: list[Beat]) -> set[int]:
+        """Ranks that have said nothing since we began to look."""
+        now = time.monotonic()
+        for beat in beats:
+            if beat.sent and self._heard.get(beat.rank, (None, 0.0))[0] != beat.sent:
+                self._heard[beat.rank] = (beat.sent, now)
+        limit_s = max(3 * self._poll_s, self._named_after_s / 4)
+        return {rank for rank, (_, since) in self._heard.items() if now - since > limit_s}
+
+    def _tell(self, failure: dict[str, Any]) -> dict[str, Any]:
+        """Leave a failure in the store unless there is one; returns the one that is there."""
+        told: dict[str, Any] = json.loads(self._store.compare_set(_FAILED, "", json.dumps(failure)))
+        return told
+
+    # A failure.
+
+    def _failed(self, error: BaseException) -> None:
+        """Tell the others, and see to it that this process ends soon once it has begun to."""
+        atexit.register(faulthandler.dump_traceback_later, _LEFT_TO_END_S, exit=True)
+        text = f"rank {self._rank} failed after step {self._step}: {type(error).__name__}: {error}"
+        try:
+            first = self._tell({"rank": self._rank, "stuck": False, "text": text})
+        except RuntimeError:
+            return  # the launcher is gone, and everybody with it
+        # Ranks that stop together have all raised a SpeedkitError.
+        if first["rank"] != self._rank and isinstance(error, Exception) and not isinstance(error, SpeedkitError):
+            raise SpeedkitError("another rank failed first, so this one stops", evidence=(first["text"],)) from error
+
+    def _end(self, failure: dict[str, Any]) -> None:
+        """End this process, after a while in which it may end by itself: by its own error, or the launcher's signal."""
+        if failure["stuck"]:
+            _record(SpeedkitError(failure["text"]))
+            if failure["rank"] == self._rank:
+                sys.stderr.write(f"\n{failure['text']}\n")
+                sys.stderr.flush()
+        else:
+            logger.error("%s; this rank ends too", failure["text"])
+        if self._stop.wait(self._poll_s if failure["stuck"] else _LEFT_TO_END_S):
+            return
+        # A thread cannot raise in another one that waits inside NCCL: only the end of the process gets it out.
+        os._exit(1)
+
+
+def describe_frame(frame: FrameType | None) -> tuple[str, bool]:
+    """Where a thread is: its innermost line and, where that is a library's, the innermost one that is not.
+
+    Args:
+        frame: from sys._current_frames(); None for a thread that has ended.
+
+    Returns:
+        For example "torch/distributed/distributed_c10d.py:2901 all_reduce, called at run/train.py:12 main", and whether
+        the innermost line is one of torch.distributed.
+    """
+    if frame is None:
+        return "an unknown line", False
+    waits = "/torch/distributed/" in frame.f_code.co_filename.replace("\\", "/")
+    own: FrameType | None = frame
+    while own is not None and _of_a_library(own):
+        own = own.f_back
+    line = _line(frame)
+    return (line if own in (None, frame) else f"{line}, called at {_line(own)}"), waits  # type: ignore[arg-type]
+
+
+def _of_a_library(frame: FrameType) -> bool:
+    path = frame.f_code.co_filename.replace("\\", "/")
+    return "/site-packages/" in path or "/lib/python3" in path or path.startswith("<")
+
+
+def _line(frame: FrameType) -> str:
+    path = frame.f_code.co_filename.replace("\\", "/")
+    short = path.rsplit("/site-packages/", 1)[-1] if "/site-packages/" in path else "/".join(path.split("/")[-2:])
+    return f"{short}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
+def _ending(missing: Missing, timeout_s: float) -> str:
+    error = SpeedkitError(
+        f"{missing.message}, so the run ends",
+        evidence=missing.evidence,
+        mend="look at what the missing rank does at that line; a step that is meant to take longer needs a longer "
+        f"stuck_rank_timeout_s (now {timeout_s:.0f})",
+        regardless="stuck_rank_timeout_s=0 waits for ddp_timeout and names nobody",
+    )
+    return str(error)
+
+
+def _record(error: SpeedkitError) -> None:
+    """Leave the error where torchrun's summary shows it."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    with contextlib.suppress(OSError):
+        get_error_handler().record_exception(error)
