@@ -1,8 +1,8 @@
 """FSDP2's gathers, corrected after accelerate has sharded a model; everything is put back with the context.
 
-accelerate 1.15 lets one set when layers are resharded (`reshard_after_forward`) and nothing else: it shards every layer,
-the input embedding, and final norm and output head together, and refuses `forward_prefetch`. What is left to do goes
-through the public methods of `torch.distributed.fsdp.FSDPModule`. Measured figures: docs/fsdp2.md.
+accelerate 1.15 lets one set when layers are resharded (`reshard_after_forward`) and nothing else: it shards every
+layer, the input embedding, and final norm and output head together, and refuses `forward_prefetch`. What is left to do
+goes through the public methods of `torch.distributed.fsdp.FSDPModule`. Measured figures: docs/fsdp2.md.
 """
 
 from __future__ import annotations

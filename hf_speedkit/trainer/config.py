@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -59,6 +60,9 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
             `hf-speedkit trace FILE`.
         step_log: also write one JSON line a step to `output_dir/speedkit_steps.jsonl`.
         allow_existing_output: train into an output_dir that already holds a run.
+        stuck_rank_timeout_s: seconds in which no rank goes on, after which the run ends and the missing rank is named;
+            0 leaves it to `ddp_timeout` (1,800 s), which names nobody. See docs/fsdp2.md.
+        fsdp_prefetch_layers: layers that FSDP2 gathers ahead; None leaves torch's own choice, one.
 
     These SFTConfig defaults differ: `packing` is on, `logging_nan_inf_filter` is off (it shows a non-finite loss as 0),
     `per_device_eval_batch_size` is 1 (one row a forward), and `per_device_train_batch_size` becomes 1: a micro-batch is
@@ -138,6 +142,13 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
     allow_existing_output: bool = field(
         default=False, metadata={"help": "Train into an output_dir that already holds a run."}
     )
+    stuck_rank_timeout_s: float = field(
+        default=600.0,
+        metadata={"help": "Seconds without progress after which the run ends, the missing rank named."},
+    )
+    fsdp_prefetch_layers: int | None = field(
+        default=None, metadata={"help": "Layers that FSDP2 gathers ahead. Default: torch's own, 1."}
+    )
     logging_nan_inf_filter: bool = field(
         default=False, metadata={"help": "Replace non-finite losses in the log. Off: they are shown as they are."}
     )
@@ -155,7 +166,9 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         settings: Any = self
         if isinstance(settings.fsdp, str) and settings.fsdp.lower() in ("true", "false"):
             settings.fsdp = settings.fsdp.lower() == "true"
+        asked = os.environ.get("ACCELERATE_MIXED_PRECISION")
         super().__post_init__()
+        self._refuse_lost_fp8(asked)
         self._check_choices()
         if self.packing:
             self._settle_packing()
@@ -163,6 +176,16 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
             raise ConfigurationError(
                 "eval_packing=True without packing: packed rows need the collator that packing=True brings",
                 mend="set packing=True as well, or leave eval_packing unset",
+            )
+
+    def _refuse_lost_fp8(self, asked: str | None) -> None:
+        # transformers 5.23 overwrites the launcher's choice (training_args.py:1574), and TRL turns bf16 on by itself.
+        if asked == "fp8" and self.mixed_precision != "fp8":
+            raise ConfigurationError(
+                f"the launcher asked for fp8, and the job would train in {self.mixed_precision}",
+                evidence=(f"bf16={self.bf16}, fp16={self.fp16} take its place without a word",),
+                mend="bf16=False keeps fp8",
+                regardless="accelerate launch --mixed_precision no (or bf16) is what would run",
             )
 
     def _check_choices(self) -> None:

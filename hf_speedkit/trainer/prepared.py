@@ -87,13 +87,11 @@ def shard_groups(model: Any) -> tuple[ShardGroup, ...]:
     for module, owner in _with_owner(model, None):
         if owner is None:
             continue
-        state, parameters, held = groups.setdefault(id(owner), (owner, {}, [0]))
+        _, parameters, held = groups.setdefault(id(owner), (owner, {}, [0]))
         held[0] += id(module) in layers
         for name, parameter in module.named_parameters(recurse=False):
             parameters[f"{names[id(module)]}.{name}".lstrip(".")] = parameter
-    return tuple(
-        _group(state, parameters, held[0], names) for state, parameters, held in groups.values() if parameters
-    )
+    return tuple(_group(state, parameters, held[0], names) for state, parameters, held in groups.values() if parameters)
 
 
 def decoder_layers(model: Any) -> list[Any]:
@@ -114,9 +112,7 @@ def peak_host_growth(model: Any, status: Path = Path("/proc/self/status")) -> in
         return 0
     sizes = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
     peak, now = (int(sizes[key].split()[0]) * 1024 if key in sizes else 0 for key in ("VmHWM", "VmRSS"))
-    here = sum(
-        local.numel() * local.element_size() for local in map(_local, model.parameters()) if local.device.type == "cpu"
-    )
+    here = _bytes(local for local in map(_local, model.parameters()) if local.device.type == "cpu")
     return max(0, peak - now + here)
 
 
@@ -192,7 +188,7 @@ def _local(parameter: Any) -> Any:
 
 
 def _bytes(parameters: Any) -> int:
-    return sum(p.numel() * p.element_size() for p in parameters)
+    return sum(int(p.numel() * p.element_size()) for p in parameters)
 
 
 def _commonest_dtype(parameters: Any) -> str:

@@ -140,11 +140,15 @@ class RankWatch(TrainerCallback):  # type: ignore[misc]
         address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         try:
             # A connection of its own: the process group's is locked while training waits in it.
-            store = dist.TCPStore(str(address), int(str(port)), is_master=False, timeout=_STORE_TIMEOUT)
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                str(address), int(str(port)), is_master=False, timeout=_STORE_TIMEOUT
+            )
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             # Each rank counts its own trainings, so all come to the same number without a collective.
             number = store.add(f"hf_speedkit/{attempt}/trainings/{self._rank}", 1)
-            self._store = dist.PrefixStore(f"hf_speedkit/{attempt}/{number}", store)
+            self._store = dist.PrefixStore(  # type: ignore[attr-defined]
+                f"hf_speedkit/{attempt}/{number}", store
+            )
         except (RuntimeError, ValueError) as error:  # DistStoreError is a RuntimeError
             logger.warning("stuck ranks cannot be named: no connection to %s:%s (%s)", address, port, error)
             return False
@@ -266,7 +270,7 @@ def describe_frame(frame: FrameType | None) -> tuple[str, bool]:
     while own is not None and _of_a_library(own):
         own = own.f_back
     line = _line(frame)
-    return (line if own in (None, frame) else f"{line}, called at {_line(own)}"), waits  # type: ignore[arg-type]
+    return (line if own in (None, frame) else f"{line}, called at {_line(own)}"), waits
 
 
 def _of_a_library(frame: FrameType) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -286,6 +286,10 @@ class SpeedSFTTrainer(FastUpdates, StreamedBatches):
             return None
         padded = count_padded_batches(self.train_sampler.lengths, self.args.row_slots)
         return packing_summary(self.train_sampler.plan(0), padded)
+
+    def until_trained(self, context: AbstractContextManager[Any]) -> Any:
+        """Enter a context that is left when training ends, or fails."""
+        return self._running.enter_context(context)
 
     def prepare_layers(self) -> None:
         """Make the prepared model's layers ready until training ends: proven fused kernels, then packed rows."""

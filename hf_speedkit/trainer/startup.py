@@ -1,4 +1,4 @@
-"""What is proven between "prepared" and "step 1": kernels, the real batch, isolation."""
+"""What is proven between "prepared" and "step 1": sharding, kernels, the real batch, isolation."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from typing import TYPE_CHECKING, Any
 from transformers import IntervalStrategy, TrainerControl, TrainerState, TrainingArguments
 
 from hf_speedkit.core.errors import PackingError
-from hf_speedkit.core.records import IsolationReport, KernelCheck
+from hf_speedkit.core.records import Finding, IsolationReport, KernelCheck
 from hf_speedkit.kernels.inspection import assert_kernels, check_kernels
 from hf_speedkit.packing.boundaries import check_packed_batch
 from hf_speedkit.packing.isolation import assert_isolation
 from hf_speedkit.trainer.agreement import agree, say_once
+from hf_speedkit.trainer.communication import corrected_gathers
 from hf_speedkit.trainer.first_step import FirstStep
 from hf_speedkit.trainer.kernel_callback import activation_dtype
+from hf_speedkit.trainer.preflight import check_wrap_class, preflight
+from hf_speedkit.trainer.prepared import loaded_weights
+from hf_speedkit.trainer.rank_watch import RankWatch
 from hf_speedkit.trainer.saved_totals import load_totals
 
 if TYPE_CHECKING:
@@ -60,15 +64,25 @@ class StartupProof(FirstStep):
         super().__init__()
         self._trainer = trainer
         self.isolation: IsolationReport | None = None
+        self.findings: tuple[Finding, ...] = ()
         self.seconds: dict[str, float] = {}
         self.resumed_at = 0
+        check_wrap_class(trainer.model, getattr(trainer.accelerator.state, "fsdp_plugin", None))
+        self._loaded = loaded_weights(trainer.model)
+        self._watch = RankWatch(trainer.args.stuck_rank_timeout_s)
+        trainer.add_callback(self._watch)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Make the layers ready and prove them, or stop all ranks with one message."""
+        trainer = self._trainer
         self.resumed_at = state.global_step
-        self._trainer.restore_token_total(load_totals(state))
+        trainer.until_trained(self._watch.running())
+        trainer.restore_token_total(load_totals(state))
+        self.findings = preflight(trainer, self._loaded)
+        gathers = corrected_gathers(trainer.model, prefetch_layers=args.fsdp_prefetch_layers)
+        agree(lambda: trainer.until_trained(gathers))
         with self._timed("layers"):
-            agree(self._trainer.prepare_layers)
+            agree(trainer.prepare_layers)
         self._compare_order(state)
         self.prove()
         self.expect(self._trainer.kernel_mode)

@@ -50,6 +50,7 @@ def shard_on_cpu(trainer):
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["Qwen3_5DecoderLayer"],
         cpu_ram_efficient_loading=False,
+        state_dict_type="FULL_STATE_DICT",
     )
     trainer.is_fsdp_enabled = True
 
