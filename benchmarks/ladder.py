@@ -13,17 +13,15 @@ measures `speedkit` and `trl` once as repetition 0, which compiles kernels for t
 from __future__ import annotations
 
 import argparse
-import json
-import re
 import sys
 from pathlib import Path
 
 from rung import UNKNOWN_SETTING, steps_of
 from rungs import GROUPS, RUNGS, WORKLOADS, Rung, Workload, selected
 
-from hf_speedkit.core.bench_records import is_bench
+from hf_speedkit.core.bench_records import plain_name
 from hf_speedkit.measure.environment import collect_environment
-from hf_speedkit.measure.interleaved import Job, Outcome, run_jobs
+from hf_speedkit.measure.interleaved import Job, Outcome, holds_result, run_jobs
 
 START_S = 35.0
 """Starting Python, importing, making 5.6 B weights, the proofs from a warm cache: 20-40 s on one H200."""
@@ -70,20 +68,7 @@ def planned(given: argparse.Namespace) -> list[tuple[Workload, Rung, int]]:
 
 def file_name(workload: Workload, rung: Rung, repetition: int) -> str:
     """A result's file: a plain name, the same in every call."""
-    name = re.sub(r"[^a-z0-9]+", "-", rung.name.lower()).strip("-")
-    return f"{workload.name}_{name}_rep{repetition}.json"
-
-
-def is_done(folders: list[Path], name: str) -> bool:
-    """Whether one of the folders holds that result, whole."""
-    for folder in folders:
-        path = folder / name
-        if path.is_file():
-            try:
-                return is_bench(json.loads(path.read_text(encoding="utf-8")))
-            except ValueError:
-                return False  # cut off: measure it again
-    return False
+    return f"{workload.name}_{plain_name(rung.name)}_rep{repetition}.json"
 
 
 def job(given: argparse.Namespace, workload: Workload, rung: Rung, repetition: int) -> Job:
@@ -105,7 +90,7 @@ def job(given: argparse.Namespace, workload: Workload, rung: Rung, repetition: i
 def measure(given: argparse.Namespace) -> list[Outcome]:
     """Everything that is planned and not done yet."""
     folders = [given.out, *given.done]
-    todo = [item for item in planned(given) if not is_done(folders, file_name(*item))]
+    todo = [item for item in planned(given) if not any(holds_result(folder / file_name(*item)) for folder in folders)]
     print(f"{len(todo)} runs to measure, {len(planned(given)) - len(todo)} are there", flush=True)
     return run_jobs(
         [job(given, *item) for item in todo], budget_s=given.budget_seconds, say=lambda line: print(line, flush=True)

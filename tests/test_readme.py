@@ -94,6 +94,14 @@ def report(tmp_path):
     assert run("hf-speedkit report runs/no_such_run").returncode != 0
 
 
+def bench(tmp_path):
+    # On this machine the job refuses to start, and the bench shows why; tests/cli/test_bench.py measures one.
+    command = next(command for command in COMMANDS if command.startswith("hf-speedkit bench"))
+    done = run(f"{command} --out {tmp_path}", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1
+    assert "recipes/tiny_sft.yaml" in done.stderr
+
+
 RUNS = {
     "make demo": make_demo,
     "make test": make_test,
@@ -104,6 +112,7 @@ RUNS = {
     "hf-speedkit plan Qwen/Qwen3.8-27B HuggingFaceH4/ultrachat_200k --split train_sft --overlong truncate": plan,
     "hf-speedkit trace runs/mine/traces/trace_rank0_step20.json.gz": trace,
     "hf-speedkit report runs/mine --out report.html": report,
+    next(command for command in COMMANDS if command.startswith("hf-speedkit bench")): bench,
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import typer
 
+from hf_speedkit.cli.bench import bench
 from hf_speedkit.cli.doctor import doctor
 from hf_speedkit.cli.plan import plan
 from hf_speedkit.cli.report import report
@@ -20,6 +21,7 @@ app.command()(trace)
 app.command()(doctor)
 app.command()(plan)
 app.command()(report)
+app.command()(bench)
 
 
 @app.callback(invoke_without_command=True)

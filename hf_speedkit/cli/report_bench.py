@@ -13,7 +13,9 @@ from hf_speedkit.core.errors import BenchError
 from hf_speedkit.core.plot import Scale, number, pixel, rounded_up, ticks
 
 BEGIN, END = "<!-- bench-table: begin, made by `make bench-table` -->", "<!-- bench-table: end -->"
-_WIDTH, _NAMES, _BAR, _GAP = 760, 200, 20, 12
+_WIDTH, _BAR, _GAP = 800, 20, 12
+_LETTER_PX = 6.7
+"""Width of a letter of 12 px, a little more than the mean: names must fit before the bars."""
 
 
 def bench_files(paths: Sequence[Path]) -> list[Path] | None:
@@ -48,10 +50,15 @@ def _values(path: Path) -> Mapping[str, object] | None:
     return values if isinstance(values, dict) else None
 
 
-def markdown(results: Sequence[BenchResult]) -> str:
-    """A table for each workload, the slowest first, and a line on where it was measured."""
+def markdown(results: Sequence[BenchResult], *, wide: bool = True) -> str:
+    """A table for each workload, the slowest first, and a line on where it was measured.
+
+    Args:
+        results: what to show.
+        wide: every column, as on a terminal; else those that a document has room for.
+    """
     found = rows(results)
-    parts = [_table(workload, of) for workload, of in by_workload(found).items()]
+    parts = [_table(workload, of, wide) for workload, of in by_workload(found).items()]
     parts.append(_footer(results, found))
     return "\n\n".join(parts) + "\n"
 
@@ -80,6 +87,7 @@ def _of(column: str, digits: int, *, factor: float = 1.0) -> Callable[[BenchRow]
 
 
 _TABLE: Mapping[str, Callable[[BenchRow], str]] = {
+    "median step's": _of("median_step_tokens_per_second", 0),
     "MFU %": _of("mfu", 1),
     "HFU %": _of("hfu", 1),
     "launches a step": _of("launches", 0),
@@ -93,17 +101,18 @@ _TABLE: Mapping[str, Callable[[BenchRow], str]] = {
     "GPU util. %": _of("gpu_utilization", 0),
     "W": _of("gpu_power_w", 0),
 }
+_LEFT_OUT = ("step ms", "data wait ms", "host waits a step")
 
 
-def _table(workload: str, found: Sequence[BenchRow]) -> str:
-    shown = {head: [of(row) for row in found] for head, of in _TABLE.items()}
+def _table(workload: str, found: Sequence[BenchRow], wide: bool) -> str:
+    shown = {head: [of(row) for row in found] for head, of in _TABLE.items() if wide or head not in _LEFT_OUT}
     shown = {head: cells for head, cells in shown.items() if any(cells)}
-    heads = [f"`{workload}`", "runs", "real tokens/s", "of the median step", "times the first", *shown]
+    heads = [f"`{workload}`", "runs", "real tokens/s", "times the first", *shown]
     lines = [" | ".join(heads), " | ".join(["---", *("--:" for _ in heads[1:])])]
     first = found[0].speed
     for index, row in enumerate(found):
-        cells = [row.name, str(row.runs), _speed(row), _of("median_step_tokens_per_second", 0)(row)]
-        cells += [f"{row.speed / first:.2f}" if first else "", *(column[index] for column in shown.values())]
+        times = f"{row.speed / first:.2f}" if first else ""
+        cells = [row.name, str(row.runs), _speed(row), times, *(column[index] for column in shown.values())]
         lines.append(" | ".join(cells))
     return "\n".join(f"| {line} |" for line in lines)
 
@@ -126,7 +135,7 @@ def _footer(results: Sequence[BenchResult], found: Sequence[BenchRow]) -> str:
     commits = dict.fromkeys(commit[:10] + commit[40:] for row in found for commit in row.commits)
     lines = [
         "Medians over runs, each in a process of its own; least and most in brackets. Real tokens/s: tokens of "
-        "documents in all steady steps over their time; of the median step: what one does when nothing compiles.",
+        "documents in all steady steps over their time; the median step's: what a step does when nothing compiles.",
         "; ".join(machines) + f". Commit {', '.join(commits) or 'unknown'}.",
     ]
     if len(machines) > 1:
@@ -146,7 +155,8 @@ def bars(results: Sequence[BenchResult]) -> str:
     """Real tokens per second as an SVG picture: a group of bars for each workload, a line from least to most run."""
     groups = by_workload(rows(results))
     top = rounded_up(1.02 * max((_high(row) for of in groups.values() for row in of), default=1.0))
-    x = Scale(0.0, top, _NAMES, _WIDTH - 70)
+    names = 20 + _LETTER_PX * max((len(row.name) for of in groups.values() for row in of), default=0)
+    x = Scale(0.0, top, names, _WIDTH - 70)
     drawn, y = [], 8.0
     for workload, of in groups.items():
         y += 22
@@ -160,7 +170,9 @@ def bars(results: Sequence[BenchResult]) -> str:
         f'<text x="{pixel(x(at))}" y="{pixel(y + 16)}" text-anchor="middle" fill="#5b6675">{number(at)}</text>'
         for at in ticks(0.0, top)
     ]
-    caption = f'<text x="{_NAMES}" y="{pixel(y + 34)}" fill="#5b6675">real tokens per second, median of the runs</text>'
+    caption = (
+        f'<text x="{pixel(names)}" y="{pixel(y + 34)}" fill="#5b6675">real tokens per second, median of the runs</text>'
+    )
     height = pixel(y + 44)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
@@ -180,7 +192,7 @@ def _bar(row: BenchRow, x: Scale, y: float, fastest: float) -> list[str]:
     colour = "#1f5fbf" if row.name.startswith("speedkit") else "#9aa5b1"
     weight = ' font-weight="600"' if row.speed == fastest else ""
     parts = [
-        f'<text x="{_NAMES - 8}" y="{pixel(y + 14)}" text-anchor="end">{escape(row.name)}</text>',
+        f'<text x="{pixel(x.start - 8)}" y="{pixel(y + 14)}" text-anchor="end">{escape(row.name)}</text>',
         f'<rect x="{pixel(x.start)}" y="{pixel(y)}" width="{pixel(end - x.start)}" height="{_BAR}" fill="{colour}"/>',
     ]
     spread = row.values.get(SPEED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -106,6 +107,11 @@ def as_text(result: BenchResult) -> str:
 def _known(step: Mapping[str, object]) -> dict[str, object]:
     pauses = ("eval_time_s", "save_time_s", "log_time_s")
     return {key: value for key, value in step.items() if value is not None and not (key in pauses and value == 0.0)}
+
+
+def plain_name(name: str) -> str:
+    """A name as part of a file's name: small letters, digits and hyphens."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def is_bench(values: object) -> bool:

@@ -62,6 +62,36 @@ def by_workload(found: Sequence[BenchRow]) -> dict[str, tuple[BenchRow, ...]]:
             for workload in dict.fromkeys(row.workload for row in found)}  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """How one row's speed compares with another's.
+
+    Args:
+        name: the faster or slower one. base: what it is compared with.
+        ratio: of the medians.
+        apart: no run of one lies among those of the other; False also where one of them ran only once.
+    """
+
+    name: str
+    base: str
+    ratio: float
+    apart: bool
+
+
+def gain(row: BenchRow, base: BenchRow) -> Gain | None:
+    """What `row` gains over `base`; None where one of them has no speed."""
+    ours, theirs = row.values.get(SPEED), base.values.get(SPEED)
+    if ours is None or theirs is None or theirs.median == 0:
+        return None
+    separate = ours.low > theirs.high or ours.high < theirs.low
+    return Gain(
+        name=row.name,
+        base=base.name,
+        ratio=ours.median / theirs.median,
+        apart=separate and min(ours.runs, theirs.runs) > 1,
+    )
+
+
 def median_step_rate(result: BenchResult) -> float | None:
     """Real tokens per second of the median steady step: what a run would do if no step compiled anything."""
     found = [

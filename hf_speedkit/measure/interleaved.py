@@ -6,6 +6,7 @@ Stands on the standard library: a bench's parent must not hold a GPU, and starts
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from hf_speedkit.core.bench_records import is_bench
 
 _TAIL_LINES = 40
 
@@ -90,6 +93,14 @@ def run_jobs(
         time_s = "" if outcome.seconds is None else f" in {outcome.seconds:.1f} s"
         say(f"[{number}/{len(jobs)}] {job.out.name}: {outcome.failure or 'measured'}{time_s}")
     return outcomes
+
+
+def holds_result(path: Path) -> bool:
+    """Whether a file is there and holds a whole result: one that was cut off is to be measured again."""
+    try:
+        return is_bench(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return False
 
 
 def _run(job: Job, limit_s: float | None, clock: Callable[[], float]) -> Outcome:

@@ -46,7 +46,7 @@ class BenchLabel:
     commit: str | None = None
 
 
-def _measured(trainer: Any) -> ThroughputCallback:
+def measured(trainer: Any) -> ThroughputCallback:
     """The trainer's own ThroughputCallback, or a new one that writes the step log `result_of` reads."""
     own = getattr(trainer, "throughput", None)
     if isinstance(own, ThroughputCallback):
@@ -73,7 +73,7 @@ def measured_run(trainer: Any, label: BenchLabel, *, trace_step: int | None = No
     Raises:
         BenchError: not one step was steady.
     """
-    throughput = _measured(trainer)
+    throughput = measured(trainer)
     if trace_step is not None:
         attach(trainer, TraceCallback(trace_step))
     if torch.cuda.is_available():

@@ -1,0 +1,103 @@
+"""`hf-speedkit report` on results of benches."""
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+from bench_results import bench
+from typer.testing import CliRunner
+
+from hf_speedkit.cli.main import app
+from hf_speedkit.cli.report_bench import BEGIN, END, bars
+from hf_speedkit.core.bench_records import as_text
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, speed, repetition in (("trl", 100.0, 1), ("trl", 120.0, 2), ("speedkit", 220.0, 1)):
+        result = bench(name=name, speed=speed, repetition=repetition, mfu=speed / 10)
+        (tmp_path / f"{name}_{repetition}.json").write_text(as_text(result))
+    return tmp_path
+
+
+def report(*arguments):
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+def test_a_table_with_median_spread_and_gain(folder):
+    done = report(folder)
+    assert done.exit_code == 0, done.output
+    assert "| trl | 2 | **110** (100 - 120) | 1.00 | 11.0 |" in done.output
+    assert "| speedkit | 1 | **220** | 2.00 | 22.0 |" in done.output
+    assert (
+        "1 x NVIDIA H200, driver 580.1, torch 2.11.0, transformers 5.23.0, trl 1.16.0. Commit aaaaaaaaaa."
+        in done.output
+    )
+
+
+def test_columns_that_nothing_was_measured_for_are_left_out(folder):
+    assert "launches" not in report(folder).output
+
+
+def test_the_document_keeps_what_is_around_its_table(folder):
+    document = folder / "page.md"
+    document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    assert report(folder, "--out", document).exit_code == 0
+    text = document.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith(f"{END}\nafter\n")
+    assert "**220**" in text
+    assert "old" not in text
+
+
+def test_a_document_without_a_place_for_the_table_stays_as_it_is(folder):
+    document = folder / "page.md"
+    document.write_text("nothing here\n")
+    done = report(folder, "--out", document)
+    assert done.exit_code == 1
+    assert BEGIN in done.output
+    assert document.read_text() == "nothing here\n"
+
+
+def test_the_picture_has_a_bar_for_each_row_as_long_as_its_speed(folder):
+    assert report(folder, "--out", folder / "bars.svg").exit_code == 0
+    drawing = ElementTree.parse(folder / "bars.svg").getroot()
+    slow, fast = [float(one.get("width")) for one in drawing.findall(".//{*}rect") if one.get("height") == "20"]
+    assert fast / slow == pytest.approx(2.0, rel=0.01)  # coordinates are rounded to 0.1 px
+    assert any(one.text == "220" for one in drawing.findall(".//{*}text"))
+
+
+def test_a_name_cannot_write_markup_into_the_picture():
+    ElementTree.fromstring(bars([bench(name='<script>"&')]))
+
+
+def test_a_result_without_provenance_is_named(tmp_path):
+    values = json.loads(as_text(bench()))
+    values["environment"]["commit"] = None
+    (tmp_path / "a.json").write_text(json.dumps(values))
+    done = report(tmp_path)
+    assert done.exit_code == 0
+    assert "w, a, run 1: no commit" in done.output
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"kind": "bench", "format": 1}'])
+def test_a_damaged_file_is_refused_or_left_to_the_step_logs(tmp_path, text):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    assert report(path).exit_code == 1
+
+
+def test_results_and_runs_are_not_mixed(folder, tmp_path_factory):
+    run = tmp_path_factory.mktemp("run")
+    done = report(folder, run)
+    assert done.exit_code == 1
+    assert "report them apart" in done.output
+
+
+def test_the_page_of_a_run_is_no_form_for_results(folder):
+    assert report(folder, "--out", folder / "page.html").exit_code == 2
+
+
+def test_json_holds_the_rows(folder):
+    (slow, fast) = json.loads(report(folder, "--json").output)
+    assert {slow["name"], fast["name"]} == {"trl", "speedkit"}

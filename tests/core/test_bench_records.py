@@ -1,0 +1,108 @@
+"""Results of benches as files, and rows of them."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from bench_results import bench
+
+from hf_speedkit.core.bench_records import as_text, bench_result, missing_provenance
+from hf_speedkit.core.bench_table import SPEED, by_workload, rows
+from hf_speedkit.core.errors import BenchError
+from hf_speedkit.core.records import StepRecord, TokenCounts
+
+
+def test_a_result_survives_its_file():
+    result = bench(speed=1000.0)
+    assert bench_result(json.loads(as_text(result))) == result
+
+
+@pytest.mark.parametrize("field", ["environment", "rates", "tokens", "name", "seeds"])
+def test_a_file_that_lacks_a_field_is_refused_by_name(field):
+    values = json.loads(as_text(bench()))
+    del values[field]
+    with pytest.raises(BenchError, match=rf"a\.json is damaged or incomplete: .*{field}"):
+        bench_result(values, name="a.json")
+
+
+@pytest.mark.parametrize(("changed", "words"), [({"kind": "run"}, "not the result"), ({"format": 9}, "format '9'")])
+def test_another_kind_of_file_is_refused(changed, words):
+    with pytest.raises(BenchError, match=words):
+        bench_result({**json.loads(as_text(bench())), **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "lacking"),
+    [
+        ({"seeds": {}}, "seeds"),
+        ({"settings": {}}, "settings"),
+        ({"measured_at": ""}, "date"),
+        ({"steady_steps": 0}, "rates of steady steps"),
+        ({"flops_formula": ""}, "FLOPs formula"),
+        ({"log": ()}, "clock, power and utilisation of the GPU"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_a_result_lacks_to_be_committed_is_named(changed, lacking):
+    assert missing_provenance(bench()) == ()
+    assert missing_provenance(replace(bench(), **changed)) == (lacking,)
+
+
+@pytest.mark.parametrize(
+    ("changed", "lacking"),
+    [
+        ({"commit": None}, "commit"),
+        ({"driver": None}, "driver"),
+        ({"packages": {"torch": "2.11"}}, "versions of torch, transformers and trl"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_so_is_what_its_environment_lacks(changed, lacking):
+    result = bench()
+    assert missing_provenance(replace(result, environment=replace(result.environment, **changed))) == (lacking,)
+
+
+def test_a_row_is_the_median_of_the_repetitions_and_says_how_far_they_were_apart():
+    speeds = [1000.0, 1300.0, 1100.0]
+    (row,) = rows([bench(speed=speed, repetition=n) for n, speed in enumerate(speeds, start=1)])
+    found = row.values[SPEED]
+    assert (found.median, found.low, found.high, found.runs, row.runs) == (1100.0, 1000.0, 1300.0, 3, 3)
+
+
+def test_a_cold_run_is_in_no_row():
+    assert rows([bench(repetition=0)]) == ()
+
+
+def test_a_ladder_goes_from_slow_to_fast_and_workloads_stay_apart():
+    found = by_workload(
+        rows(
+            [
+                bench(name="b", speed=2.0),
+                bench(name="a", speed=1.0),
+                bench(name="c", speed=3.0, workload="other"),
+            ]
+        )
+    )
+    assert {workload: [row.name for row in of] for workload, of in found.items()} == {"w": ["a", "b"], "other": ["c"]}
+
+
+def test_what_was_not_measured_is_in_no_row():
+    (row,) = rows([bench()])
+    assert "launches" not in row.values
+    assert "hfu" not in row.values
+
+
+def test_the_median_step_is_not_moved_by_one_that_compiled():
+    def step(number, seconds, excluded=None):
+        tokens = TokenCounts(slots=100, real=100, target=100, documents=1)
+        return StepRecord(step=number, micro_batches=1, tokens=tokens, step_time_s=seconds, excluded=excluded)
+
+    steps = (step(1, 50.0, "warm-up"), step(2, 1.0), step(3, 9.0), step(4, 1.0))
+    (row,) = rows([replace(bench(), steps=steps)])
+    assert row.values["median_step_tokens_per_second"].median == 100.0
+
+
+def test_the_first_window_with_the_warm_up_in_it_is_left_out_of_the_utilisation():
+    windows = tuple({"speed/gpu_utilization": value} for value in (10.0, 90.0, 100.0))
+    (row,) = rows([replace(bench(), log=windows)])
+    assert row.values["gpu_utilization"].median == 95.0
