@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from hf_speedkit.cli.doctor_model import find_config
 
 if TYPE_CHECKING:
     from hf_speedkit.core.records import KernelCheck
@@ -20,11 +20,25 @@ SUBJECT_IS_BAD = 1
 WRONG_USE = 2
 
 NO_COMPILER = (
-    "causal-conv1d has no wheel on PyPI: pip builds it from source, which needs nvcc of the CUDA version that torch "
-    "was built for, and this machine has no nvcc. It is not needed: with flash-linear-attention installed, "
-    "SpeedSFTTrainer puts fla's Triton convolution in its place, which needs no compiler, once the probe has shown it "
-    "right on the GPU."
+    "causal-conv1d is not needed: with flash-linear-attention installed, SpeedSFTTrainer puts fla's Triton convolution "
+    "in its place, which needs no compiler, once the probe has shown it right on the GPU. causal-conv1d has no wheel on"
+    " PyPI: pip builds it from source, which needs nvcc of the CUDA version that torch was built for"
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cache:
+    """What a probe left in one compiler's folder; for the next process to find.
+
+    Args:
+        compiler, variable, path: see `hf_speedkit.kernels.caches.CacheFolder`.
+        new_files: files that the probe added; 0 where all was there already.
+    """
+
+    compiler: str
+    variable: str
+    path: str
+    new_files: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +53,9 @@ class Diagnosis:
         changed: what SpeedSFTTrainer would put in place by itself, one line each (with --probe).
         commands: what to run, in order.
         remarks: paragraphs that explain.
+        torch_without_cuda: torch cannot use a GPU, and one is there or asked about.
         probe_s: time of the whole probe, compilation included; None without one.
+        caches: where the probe's kernels lie now; empty without one.
     """
 
     model: str
@@ -49,12 +65,14 @@ class Diagnosis:
     changed: tuple[str, ...]
     commands: tuple[str, ...]
     remarks: tuple[str, ...]
+    torch_without_cuda: bool = False
     probe_s: float | None = None
+    caches: tuple[Cache, ...] = ()
 
     @property
     def good(self) -> bool:
         """Whether nothing would be slow or wrong."""
-        return all(check.verdict.value == "FUSED" for check in self.checks)
+        return not self.torch_without_cuda and all(check.verdict.value == "FUSED" for check in self.checks)
 
 
 def doctor(
@@ -63,7 +81,7 @@ def doctor(
         bool, typer.Option("--probe", help="Run the functions on the GPU and compare them with the reference.")
     ] = False,
     gpu: Annotated[
-        str | None, typer.Option(metavar="ARCH", help="Judge for this GPU, e.g. sm90, where none is (image builds).")
+        str | None, typer.Option(metavar="GPU", help="Judge for this GPU, e.g. h200 or sm90, where none is.")
     ] = None,
     tokens_per_batch: Annotated[int, typer.Option(min=2, help="Slots of a packed row.")] = 8192,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
@@ -73,13 +91,16 @@ def doctor(
     Loads no weights and no network: a hub id is looked up in the local cache.
     Exit 0: everything is fused. 1: something would be slow or wrong. 2: wrong use.
     """
-    config = _config(model)
+    from hf_speedkit.cli.doctor_view import as_json as to_json
+    from hf_speedkit.cli.doctor_view import text_lines
+
+    config = find_config(model)
     if probe and not _has_gpu():
         raise typer.BadParameter("there is no GPU to probe on; without --probe doctor needs none", param_hint="--probe")
     if probe and gpu is not None:
         raise typer.BadParameter("a probe runs on the GPU that is here", param_hint="--gpu")
     diagnosis = diagnose_model(model, config, stack=_stack(gpu), slots=tokens_per_batch, probe=probe)
-    typer.echo(_as_json(diagnosis) if as_json else "\n".join(_lines(diagnosis)))
+    typer.echo(to_json(diagnosis) if as_json else "\n".join(text_lines(diagnosis)))
     raise typer.Exit(0 if diagnosis.good else SUBJECT_IS_BAD)
 
 
@@ -96,20 +117,31 @@ def diagnose_model(
         probe: also build the layers at their sizes, with random weights, and run them on `device`.
         device: where a probe runs.
     """
+    from hf_speedkit.kernels.caches import cache_folders
+    from hf_speedkit.kernels.fla_convolution import through_fla
     from hf_speedkit.kernels.inspection import check_kernels
     from hf_speedkit.kernels.requirements import family_of
 
     checks = check_kernels(config, tokens_per_batch=slots, stack=stack)
     changed: tuple[str, ...] = ()
+    caches: tuple[Cache, ...] = ()
     probe_s = None
     # A combination that is known to fail may end the process: it is not run.
     if probe and not any(check.verdict.value == "BLOCKED" for check in checks):
+        before = [(folder, folder.files()) for folder in cache_folders()]
         began = time.perf_counter()
         checks, changed = _probed(config, stack, slots, device)
         probe_s = time.perf_counter() - began
+        caches = tuple(
+            Cache(compiler=f.compiler, variable=f.variable, path=str(f.path), new_files=f.files() - count)
+            for f, count in before
+            if f.files()
+        )
     elif not any(check.function == "attention" for check in checks):
         checks = (*checks, *_packed_attention(config, stack))
-    commands, remarks = _advice(checks, stack)
+    checks = through_fla(checks)
+    missing_cuda = _lacks_cuda(stack)
+    commands, remarks = _advice(checks, stack, missing_cuda)
     return Diagnosis(
         model=name,
         family=family_of(config.get_text_config()),
@@ -118,7 +150,9 @@ def diagnose_model(
         changed=changed,
         commands=commands,
         remarks=remarks,
+        torch_without_cuda=missing_cuda,
         probe_s=probe_s,
+        caches=caches,
     )
 
 
@@ -169,39 +203,36 @@ def _packed_attention(config: Any, stack: Stack) -> tuple[KernelCheck, ...]:
     )
 
 
-def _advice(checks: Sequence[KernelCheck], stack: Stack) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Commands to run and paragraphs to read."""
+def _lacks_cuda(stack: Stack) -> bool:
+    """Whether torch is a build without CUDA where a GPU is there or asked about. A ROCm build is another matter."""
+    from hf_speedkit.measure.environment import visible_gpus
+
+    return _has_no_cuda_build(stack) and (stack.capability is not None or bool(visible_gpus()))
+
+
+def _has_no_cuda_build(stack: Stack) -> bool:
+    return stack.cuda is None and "torch" in stack.versions and "rocm" not in stack.versions["torch"]
+
+
+def _advice(checks: Sequence[KernelCheck], stack: Stack, missing_cuda: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Commands to run, in order, and paragraphs to read."""
     failing = [check for check in checks if check.verdict.value != "FUSED"]
-    commands, remarks = [], []
-    for check in failing:
-        is_convolution = check.function == "causal_conv1d_fn" and check.verdict.value == "FALLBACK"
-        if is_convolution and not stack.nvcc:
-            remarks.append(NO_COMPILER)
-            commands.append('pip install "flash-linear-attention>=0.6,<0.7"')
-        elif check.fix is not None:
-            commands.append(check.fix)
+    commands = [check.fix for check in failing if check.fix is not None]
+    remarks = []
+    if any(check.function == "causal_conv1d_fn" and check.verdict.value == "FALLBACK" for check in failing):
+        remarks.append(f"{NO_COMPILER}{'' if stack.nvcc else ', and this machine has no nvcc'}.")
     if failing and stack.capability is None:
-        remarks.append("No GPU was found: fused kernels need one. --gpu sm90 judges for a GPU that is not here.")
+        remarks.append("No GPU was found: fused kernels need one. --gpu h200 judges for a GPU that is not here.")
+    if missing_cuda or (failing and _has_no_cuda_build(stack)):
+        torch = stack.versions["torch"]
+        remarks.insert(0, f"First install a CUDA build of torch: {torch} has no CUDA, and kernels cannot run with it.")
+        # The index by name: a pip that is set up for the CPU index would bring the same build again. PyPI holds CUDA
+        # builds for Linux only.
+        index = "https://pypi.org/simple" if sys.platform == "linux" else "https://download.pytorch.org/whl/cu130"
+        commands.insert(0, f'pip install --force-reinstall --index-url {index} "torch=={torch.partition("+")[0]}"')
     # One of two commands for the same package may carry a pin of another: the longer says more.
     kept = [c for c in dict.fromkeys(commands) if not any(c != other and other.startswith(c) for other in commands)]
     return tuple(kept), tuple(dict.fromkeys(remarks))
-
-
-def _config(model: str) -> Any:
-    """The config by any of its three names; ends with exit code 2 where there is none."""
-    from transformers import AutoConfig
-
-    path = Path(model)
-    known = path.is_file() or (path / "config.json").is_file()
-    if path.is_dir() and not known:
-        raise typer.BadParameter(f"no config.json in {path}", param_hint="MODEL")
-    try:
-        return AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        where = "its config cannot be read" if known else "it is no file, no folder, and not in the local cache"
-        hint = "" if known else f"\nGet it with:  hf download {model} config.json"
-        raise typer.BadParameter(f"{model}: {where} ({first}){hint}", param_hint="MODEL") from error
 
 
 def _stack(gpu: str | None) -> Stack:
@@ -217,69 +248,3 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def _runnable(command: str) -> str:
-    """The command for this interpreter: another pip would install for another Python."""
-    return f"{sys.executable} -m {command}" if command.startswith("pip ") else command
-
-
-def _lines(diagnosis: Diagnosis) -> list[str]:
-    from hf_speedkit.core.printable import printable
-    from hf_speedkit.kernels.refusal import cost_of, table
-
-    lines = [f"{diagnosis.model}  ({diagnosis.family or 'a family that transformers does not hold'})", ""]
-    lines += [*_environment_lines(diagnosis.stack), ""]
-    for check, line in zip(diagnosis.checks, table(diagnosis.checks), strict=True):
-        lines.append(line)
-        cost = cost_of(check)
-        lines += [f"    costs: {cost}"] if cost else []
-    if not diagnosis.checks:
-        lines.append("no function of this model needs a kernel package")
-    lines += [f"put in place: {line}" for line in diagnosis.changed]
-    if diagnosis.probe_s is not None:
-        lines.append(f"the probe took {diagnosis.probe_s:.1f} s, compilation included")
-    lines += ["", *diagnosis.remarks] if diagnosis.remarks else []
-    if diagnosis.commands:
-        lines += ["", "Run:", *(f"  {_runnable(command)}" for command in diagnosis.commands)]
-    lines += ["", "good" if diagnosis.good else "something would be slow or wrong"]
-    return [printable(line) for line in lines]
-
-
-def _environment_lines(stack: Stack) -> list[str]:
-    from hf_speedkit.kernels.known import notes
-
-    versions = ", ".join(f"{name} {version}" for name, version in sorted(stack.versions.items()))
-    lines = [
-        f"Python {stack.python}, torch's CUDA {stack.cuda or 'none'}, GPU {stack.architecture or 'none'}, "
-        f"nvcc {'found' if stack.nvcc else 'not found'}",
-        f"{versions}",
-    ]
-    for note in notes(stack):
-        decision = note.decision
-        lines.append(f"{note.subject}: {decision.verdict.value}: {decision.reason} ({decision.source})")
-    return lines
-
-
-def _as_json(diagnosis: Diagnosis) -> str:
-    from hf_speedkit.core.records import to_dict
-    from hf_speedkit.kernels.known import notes
-    from hf_speedkit.measure.environment import collect_environment
-
-    stack = diagnosis.stack
-    document = {
-        "model": diagnosis.model,
-        "family": diagnosis.family,
-        "good": diagnosis.good,
-        "environment": to_dict(collect_environment()),
-        "gpu": stack.architecture,
-        "cuda": stack.cuda,
-        "nvcc": stack.nvcc,
-        "checks": [to_dict(check) for check in diagnosis.checks],
-        "known": [{"subject": note.subject, **to_dict(note.decision)} for note in notes(stack)],
-        "changed": list(diagnosis.changed),
-        "commands": [_runnable(command) for command in diagnosis.commands],
-        "remarks": list(diagnosis.remarks),
-        "probe_s": diagnosis.probe_s,
-    }
-    return json.dumps(document, allow_nan=False, sort_keys=True)

@@ -166,3 +166,40 @@ def bandwidth_gb_per_s(name: str) -> float | None:
     """Peak memory bandwidth of one GPU in 10**9 bytes a second; None where it is not in the table."""
     device = find_device(name)
     return None if device is None else device.bandwidth_gb_per_s
+
+
+_CAPABILITIES: Mapping[str, tuple[int, int]] = {
+    "v100": (7, 0),
+    "t4": (7, 5),
+    "a100": (8, 0),
+    "a10": (8, 6),
+    "a40": (8, 6),
+    "rtx3090": (8, 6),
+    "l4": (8, 9),
+    "l40": (8, 9),
+    "l40s": (8, 9),
+    "rtx4090": (8, 9),
+    "gh200": (9, 0),
+    "h100": (9, 0),
+    "h200": (9, 0),
+    "b200": (10, 0),
+    "gb200": (10, 0),
+    "b300": (10, 3),
+    "gb300": (10, 3),
+    "rtx5090": (12, 0),
+}  # https://developer.nvidia.com/cuda-gpus
+
+SHORT_NAMES = tuple(_CAPABILITIES)
+"""GPUs that `compute_capability` knows."""
+
+
+def compute_capability(name: str) -> tuple[int, int] | None:
+    """Compute capability of an NVIDIA GPU by the name people use; None for one that is not in the table.
+
+    Args:
+        name: "h200", "H100 SXM", "NVIDIA A100-SXM4-80GB", "RTX 4090".
+    """
+    words = re.split(r"[\s_-]+", name.lower().strip().removeprefix("nvidia").replace("geforce", ""))
+    words = [word for word in words if word]
+    joined = "".join(words[:2]) if words[:1] == ["rtx"] else "".join(words[:1])
+    return _CAPABILITIES.get(joined)

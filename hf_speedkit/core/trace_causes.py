@@ -15,7 +15,11 @@ MANY_PER_LAYER = 1_000
 """Launch calls per micro-batch and decoder layer: fused 280-430, reference GatedDeltaNet 1,930-4,210 (H200, 8 layers;
 the seed, 64 layers)."""
 
-_GDN_PACKAGES = 'pip install "flash-linear-attention>=0.6,<0.7" causal-conv1d'
+# Two commands: causal-conv1d is built from source, and a build that fails would take fla with it.
+_GDN_PACKAGES = (
+    'pip install "flash-linear-attention>=0.6,<0.7"  (on Hopper also "triton>=3.7.1"); for a Trainer without '
+    'SpeedSFTTrainer\'s own convolution also pip install --no-build-isolation "causal-conv1d>=1.7"  (needs nvcc)'
+)
 _MAMBA_PACKAGES = "pip install mamba-ssm causal-conv1d"
 
 
@@ -37,7 +41,7 @@ def gated_delta_fallback(signals: Signals) -> Finding | None:
         severity=Severity.PROBLEM,
         message="The GatedDeltaNet layers run transformers' reference implementation, not fused kernels.",
         evidence=tuple(evidence),
-        advice=f"{_GDN_PACKAGES}  (on Hopper also triton>=3.7.1); then `hf-speedkit doctor MODEL --probe`",
+        advice=f"{_GDN_PACKAGES}; then `hf-speedkit doctor MODEL --probe`",
     )
 
 

@@ -7,16 +7,18 @@ look for fla's convolution itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hf_speedkit.core.errors import ConfigurationError
-from hf_speedkit.core.records import KernelVerdict
+from hf_speedkit.core.records import KernelCheck, KernelVerdict
 from hf_speedkit.kernels.bindings import Binding, BoundReference
 from hf_speedkit.kernels.compatibility import Stack
-from hf_speedkit.kernels.imports import ImportOutcome, ImportStatus
+from hf_speedkit.kernels.imports import ImportOutcome, ImportStatus, is_installed
 from hf_speedkit.kernels.layout import BoundTo, live_layers
-from hf_speedkit.kernels.verdicts import Judgement
+from hf_speedkit.kernels.requirements import FUNCTIONS
+from hf_speedkit.kernels.verdicts import Judgement, why_not_bound
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -155,13 +157,37 @@ def judge_stand_in(without: Judgement, fla: ImportOutcome, stack: Stack) -> Judg
         fla: outcome of importing fla.
         stack: this machine; fla's kernels need a GPU.
     """
-    if fla.status is not ImportStatus.WORKS or stack.capability is None:
+    if fla.status is not ImportStatus.WORKS:
         return without
+    if stack.capability is None:
+        return replace(without, reason=f"{without.reason}; fla's convolution takes its place on a GPU only", fix=None)
     return Judgement(
         verdict=KernelVerdict.FUSED,
         evidence=f"fla {fla.version or '(version unknown)'} imports; its Triton convolution takes the place of "
         "causal_conv1d in SpeedSFTTrainer, where the probe passes",
     )
+
+
+def through_fla(checks: Sequence[KernelCheck]) -> tuple[KernelCheck, ...]:
+    """Mend a missing causal-conv1d by fla, as far as SpeedSFTTrainer is concerned, which puts fla's in its place.
+
+    Where fla is there already, or causal-conv1d is there and broken, the checks stay as they are. A plain Trainer needs
+    causal-conv1d itself.
+    """
+    fla_fix = f'pip install "{FUNCTIONS["chunk_gated_delta_rule"].distribution}"'
+    rule = next((c.fix for c in checks if c.function == "chunk_gated_delta_rule" and c.fix is not None), fla_fix)
+    if is_installed("fla"):
+        return tuple(checks)
+    return tuple(
+        replace(check, reason=f"{check.reason}; fla's convolution takes its place once fla is installed", fix=rule)
+        if check.function == CONVOLUTION and check.verdict is KernelVerdict.FALLBACK and _is_absent(check)
+        else check
+        for check in checks
+    )
+
+
+def _is_absent(check: KernelCheck) -> bool:
+    return check.reason == why_not_bound("causal_conv1d", ImportOutcome(status=ImportStatus.ABSENT))
 
 
 def _shape(tensor: Tensor | None) -> str:

@@ -8,6 +8,7 @@ import shutil
 from importlib import metadata
 from pathlib import Path
 
+from hf_speedkit.core.devices import SHORT_NAMES, compute_capability
 from hf_speedkit.kernels.compatibility import Stack
 
 DISTRIBUTIONS = (
@@ -36,10 +37,10 @@ def read_stack(*, architecture: str | None = None) -> Stack:
     Imports torch and no kernel package. Works without a GPU, and with a torch that does not import.
 
     Args:
-        architecture: pretend that the GPU is this one ("sm90"), for a machine that only builds an image.
+        architecture: pretend that the GPU is this one ("sm90", "h200"), for a machine that only builds an image.
 
     Raises:
-        ValueError: an architecture that is not spelled that way.
+        ValueError: an architecture or a GPU that is not known.
     """
     capability, cuda = _gpu()
     return Stack(
@@ -52,14 +53,20 @@ def read_stack(*, architecture: str | None = None) -> Stack:
 
 
 def parse_architecture(text: str) -> tuple[int, int]:
-    """(9, 0) from "sm90", "sm_90a" or "9.0".
+    """(9, 0) from "sm90", "sm_90a", "9.0" or "h200".
 
     Raises:
-        ValueError: anything else.
+        ValueError: anything else; the message lists what is known.
     """
+    named = compute_capability(text)
+    if named is not None:
+        return named
     digits = text.lower().removeprefix("sm").removeprefix("_").rstrip("af").replace(".", "")
     if not digits.isdigit() or not 2 <= len(digits) <= 3:
-        raise ValueError(f"{text!r} is not a GPU architecture; write it as sm90 or 9.0")
+        raise ValueError(
+            f"{text!r} is no GPU that is known here; write its architecture as sm90 or 9.0, or one of "
+            f"{', '.join(SHORT_NAMES)}"
+        )
     return int(digits[:-1]), int(digits[-1])
 
 

@@ -26,6 +26,7 @@ from hf_speedkit.packing.stream import PackedStream, StreamCollator
 from hf_speedkit.packing.stream_source import share_of_rank
 from hf_speedkit.trainer.agreement import agree
 from hf_speedkit.trainer.attach import attach
+from hf_speedkit.trainer.before_loading import kernel_mode, require_kernels
 from hf_speedkit.trainer.config import SpeedSFTConfig, settled_config
 from hf_speedkit.trainer.conversation_checks import SAMPLE_ROWS
 from hf_speedkit.trainer.inputs import (
@@ -102,6 +103,8 @@ class SpeedSFTTrainer(FastUpdates, StreamedBatches):
             check_dataset(dataset, text_field=args.dataset_text_field, formatting_func=formatting_func, name=name)
         if self.packing_active:
             check_packing_request(args, data_collator, train_dataset, eval_dataset, model, peft_config)
+        if isinstance(model, str):
+            require_kernels(model, args)
         super().__init__(
             model=model,
             args=args,
@@ -227,11 +230,8 @@ class SpeedSFTTrainer(FastUpdates, StreamedBatches):
 
     @property
     def kernel_mode(self) -> str:
-        """How kernels are asserted: "strict", "warn", "off", or "report" (a CPU has no fused kernels to demand)."""
-        mode: str = self.args.kernel_assertion
-        if mode != "auto":
-            return mode
-        return "report" if self.args.device.type == "cpu" else "strict"
+        """How kernels are asserted; see `before_loading.kernel_mode`."""
+        return kernel_mode(self.args)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Prove, then train; see Trainer.train.

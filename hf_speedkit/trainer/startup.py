@@ -12,6 +12,7 @@ from transformers import IntervalStrategy, TrainerControl, TrainerState, Trainin
 
 from hf_speedkit.core.errors import PackingError
 from hf_speedkit.core.records import Finding, IsolationReport, KernelCheck
+from hf_speedkit.kernels.fla_convolution import through_fla
 from hf_speedkit.kernels.inspection import assert_kernels, check_kernels
 from hf_speedkit.packing.boundaries import check_packed_batch
 from hf_speedkit.packing.isolation import assert_isolation
@@ -151,15 +152,14 @@ class StartupProof(FirstStep):
         slots = trainer.args.row_slots if trainer.packing_active else None
         if mode == "report":
             return check_kernels(trainer.model, tokens_per_batch=slots, liger=trainer.args.use_liger_kernel)
-        return assert_kernels(
+        checks = check_kernels(
             trainer.model,
-            mode=mode,
             probe=True,
             tokens_per_batch=slots,
             dtype=activation_dtype(trainer.args),
             liger=trainer.args.use_liger_kernel,
-            say=say,
         )
+        return assert_kernels(trainer.model, mode=mode, checks=through_fla(checks), say=say)
 
     def probe_batch(self) -> dict[str, Any]:
         """A real packed batch on the model's device, through the collator that training will use."""

@@ -49,6 +49,11 @@ def without_nvcc(monkeypatch):
     monkeypatch.setattr(stack.Path, "is_file", lambda path: path.name != "nvcc" and is_file(path))
 
 
+def said(result):
+    """The text of a message without the frame that typer draws round it."""
+    return " ".join(result.output.replace("│", " ").split())
+
+
 def run(*arguments):
     return CliRunner().invoke(app, ["doctor", *map(str, arguments)])
 
@@ -77,7 +82,7 @@ def test_v45_a_folder_or_a_config_file_without_kernels_gives_one_line_per_functi
 def test_v52_without_nvcc_one_paragraph_says_why_and_no_command_tries_to_build(folder, without_nvcc):
     result = run(folder)
     assert result.exit_code == 1
-    assert result.output.count(NO_COMPILER) == 1
+    assert result.output.count(f"{NO_COMPILER}, and this machine has no nvcc.") == 1
     assert "causal-conv1d>=1.7" not in result.output
 
 
@@ -86,6 +91,67 @@ def test_v48_judged_for_a_hopper_gpu_the_command_pins_triton(folder):
     assert result.exit_code == 1
     if "`fla` is not installed" in result.output:
         assert '"flash-linear-attention>=0.6,<0.7" "triton>=3.7.1"' in result.output
+
+
+@no_gpu
+def test_one_command_mends_both_functions_also_where_a_compiler_is_there(folder):
+    """A build that fails in the same `pip install` would lose fla too, and fla's convolution does the same."""
+    found = json.loads(run(folder, "--json", "--gpu", "a100").output)
+    fla = f'{sys.executable} -m pip install "flash-linear-attention>=0.6,<0.7"'
+    assert [command.startswith(fla) for command in found["commands"]].count(True) == 1
+    assert not any("causal" in command for command in found["commands"])
+
+
+@no_gpu
+@pytest.mark.skipif(torch.version.cuda is not None, reason="about a torch without CUDA")
+@pytest.mark.parametrize("arguments", [[], ["--gpu", "h200"]], ids=str)
+def test_with_a_torch_without_cuda_the_first_thing_to_do_is_another_torch(folder, arguments):
+    result = run(folder, *arguments)
+    lines = [line.strip() for line in result.output.splitlines()]
+    first = lines[lines.index("Run:") + 1]
+    assert first.startswith(f"{sys.executable} -m pip install --force-reinstall --index-url https://pypi.org/simple")
+    assert first.endswith(f'"torch=={torch.__version__.partition("+")[0]}"')
+    assert "First install a CUDA build of torch" in result.output
+
+
+@pytest.mark.parametrize(
+    ("versions", "capability", "bad"),
+    [
+        ({"torch": "2.13.0+cpu"}, (9, 0), True),
+        ({"torch": "2.13.0+cpu"}, None, False),
+        ({"torch": "2.13.0+rocm6.4"}, (9, 0), False),
+        ({}, (9, 0), False),
+    ],
+    ids=["cpu_build_for_a_gpu", "cpu_build_without_a_gpu", "rocm_build", "no_torch_at_all"],
+)
+@no_gpu
+def test_a_model_that_needs_no_kernel_is_bad_on_a_gpu_that_torch_cannot_use(tmp_path, versions, capability, bad):
+    from kernel_models import tiny_model
+
+    config = tiny_model("llama").config
+    diagnosis = diagnose_model("m", config, stack=stack(versions=versions, capability=capability, cuda=None), slots=64)
+    assert diagnosis.good is not bad
+    assert bool(diagnosis.commands) is bad
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("/nowhere/model", "/nowhere/model: no such file or directory. MODEL is a folder"),
+        ("./model", "./model: no such file or directory"),
+        ("runs/mine/checkpoint-10", "no such file or directory"),
+        ("model/config.json", "no such file or directory"),
+        ("~/no-such-model", "no such file or directory"),
+        ("nobody/model", "nobody/model: no file or folder of that name here, and its config is not in the local cache"),
+        ("gpt-none", "gpt-none: no file or folder of that name here"),
+    ],
+)
+def test_a_name_that_is_nowhere_says_what_was_looked_for_and_what_is_accepted(name, says):
+    result = run(name)
+    assert result.exit_code == 2
+    assert says in said(result)
+    assert "or the id of a model on the Hub whose config is in the local cache" in said(result)
+    assert ("hf download" in said(result)) is ("not in the local cache (" in said(result))
 
 
 def test_json_holds_the_checks_the_machine_and_the_commands(folder):
@@ -114,14 +180,14 @@ def test_a_model_that_needs_no_package_is_good_and_exits_0(tmp_path):
 def test_a_hub_id_is_looked_up_in_the_local_cache_only(tmp_path, monkeypatch):
     result = run("nobody/has-this-model")
     assert result.exit_code == 2
-    assert "not in the local cache" in " ".join(result.output.replace("│", " ").split())
-    assert "hf download nobody/has-this-model config.json" in " ".join(result.output.replace("│", " ").split())
+    assert "not in the local cache" in said(result)
+    assert "hf download nobody/has-this-model config.json" in said(result)
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--gpu", "hopper"], "sm90"),
+        (["--gpu", "hopper"], "is no GPU that is known here; write its architecture as sm90 or 9.0, or one of v100, "),
         pytest.param(["--probe"], "no GPU", marks=no_gpu),
         (["--nonsense"], "No such option"),
     ],
@@ -129,7 +195,7 @@ def test_a_hub_id_is_looked_up_in_the_local_cache_only(tmp_path, monkeypatch):
 def test_wrong_use_exits_2(folder, arguments, says):
     result = run(folder, *arguments)
     assert result.exit_code == 2
-    assert says in " ".join(result.output.replace("│", " ").split())
+    assert says in said(result)
 
 
 @pytest.mark.parametrize("content", ["{", '{"model_type": "no_such_type"}', "[]"])
@@ -182,6 +248,32 @@ def test_a_probe_runs_the_layers_without_their_weights(folder):
     assert attention.verdict is KernelVerdict.FUSED
     assert "ran both ways on cpu in bfloat16" in attention.evidence
     assert not diagnosis.good
+
+
+@pytest.mark.parametrize("earlier", [(), ("old.cubin",)], ids=["cold", "warm"])
+def test_a_probe_says_where_compiled_kernels_are_kept_and_whether_they_were_there(
+    folder, tmp_path, monkeypatch, earlier
+):
+    """The folder fills while the probe runs: here by a config whose first look at its layers leaves a file."""
+    from transformers import AutoConfig
+
+    from hf_speedkit.cli import doctor, doctor_view
+
+    cache = tmp_path / "triton"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / "nothing_there"))
+    cache.mkdir()
+    (cache / "kept.json").touch()
+    config = AutoConfig.from_pretrained(folder)
+    if not earlier:
+        probed = doctor._probed
+        monkeypatch.setattr(doctor, "_probed", lambda *args: ((cache / "new.cubin").touch(), probed(*args))[1])
+    diagnosis = diagnose_model("m", config, stack=stack(capability=None), slots=64, probe=True, device="cpu")
+    text = "\n".join(doctor_view.text_lines(diagnosis))
+    state = "warm: nothing new" if earlier else "cold: 1 new files"
+    assert f"Triton keeps what it compiled in {cache} (TRITON_CACHE_DIR); {state}" in text
+    assert "TileLang" not in text
+    assert "of it in first calls of the functions above" in text
 
 
 def test_help_imports_nothing_heavy():

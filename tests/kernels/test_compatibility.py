@@ -220,7 +220,9 @@ def test_v52_a_config_without_causal_conv1d_is_fused_through_fla_where_there_is_
 
     found = convolution(stack(triton="3.7.1", fla_core="0.6.0"))
     assert (found.verdict, found.evidence[:9]) == (KernelVerdict.FUSED, "fla 0.6.0")
-    assert convolution(stack(None)).verdict is KernelVerdict.FALLBACK
+    without_gpu = convolution(stack(None))
+    assert (without_gpu.verdict, without_gpu.fix) == (KernelVerdict.FALLBACK, None)
+    assert "fla's convolution takes its place on a GPU only" in without_gpu.reason
 
 
 def test_notes_are_of_what_is_installed_and_the_blocked_come_first():
@@ -229,7 +231,21 @@ def test_notes_are_of_what_is_installed_and_the_blocked_come_first():
 
 
 @pytest.mark.parametrize(
-    ("text", "capability"), [("sm90", (9, 0)), ("sm_90a", (9, 0)), ("9.0", (9, 0)), ("SM103", (10, 3)), ("8.9", (8, 9))]
+    ("text", "capability"),
+    [
+        ("sm90", (9, 0)),
+        ("sm_90a", (9, 0)),
+        ("9.0", (9, 0)),
+        ("SM103", (10, 3)),
+        ("8.9", (8, 9)),
+        ("h200", (9, 0)),
+        ("H100 SXM", (9, 0)),
+        ("NVIDIA A100-SXM4-80GB", (8, 0)),
+        ("RTX 4090", (8, 9)),
+        ("NVIDIA GeForce RTX 5090", (12, 0)),
+        ("l40s", (8, 9)),
+        ("B200", (10, 0)),
+    ],
 )
 def test_architectures_are_read_in_every_spelling(text, capability):
     assert parse_architecture(text) == capability

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch.multiprocessing as mp
+from kernel_models import tiny_model
 
 from hf_speedkit.core.errors import SpeedkitError
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
@@ -31,7 +32,7 @@ def checks(rank):
     ]
 
 
-def run(rank, port, queue):
+def run(rank, port, queue, folder):
     import torch.distributed as dist
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -44,7 +45,21 @@ def run(rank, port, queue):
         first_step(rank)
     except SpeedkitError as error:
         queue.put((rank + 2, type(error).__name__, str(error)))
+    try:
+        before_loading(rank, folder)
+    except SpeedkitError as error:
+        queue.put((rank + 4, type(error).__name__, str(error)))
     dist.destroy_process_group()
+
+
+def before_loading(rank, folder):
+    """Only one rank a host looks at the packages, and both stop."""
+    from hf_speedkit.trainer.before_loading import require_kernels
+
+    args = types.SimpleNamespace(
+        local_process_index=rank, packing=False, kernel_assertion="strict", model_init_kwargs=None
+    )
+    require_kernels(folder, args)
 
 
 def first_step(rank):
@@ -71,10 +86,11 @@ def first_step(rank):
 
 
 @pytest.mark.two_process
-def test_kernels_refused_on_one_rank_stop_both_at_once_with_the_command(free_port):
+def test_kernels_refused_on_one_rank_stop_both_at_once_with_the_command(free_port, tmp_path):
+    tiny_model("qwen3_5").config.save_pretrained(tmp_path)
     queue = mp.get_context("spawn").SimpleQueue()
     began = time.monotonic()
-    mp.start_processes(run, args=(free_port, queue), nprocs=2, start_method="spawn")
+    mp.start_processes(run, args=(free_port, queue, str(tmp_path)), nprocs=2, start_method="spawn")
     assert time.monotonic() - began < 60
     said = {}
     while not queue.empty():
@@ -89,3 +105,5 @@ def test_kernels_refused_on_one_rank_stop_both_at_once_with_the_command(free_por
     assert said[3][0] == "KernelAssertionError"
     assert "attention   L   no forward and no backward kernel" in said[3][1]
     assert "rank 1 of 2 cannot train" in said[2][1]
+    assert [said[rank][0] for rank in (4, 5)] == ["KernelAssertionError", "SpeedkitError"]
+    assert all("chunk_gated_delta_rule   FALLBACK" in said[rank][1] for rank in (4, 5))

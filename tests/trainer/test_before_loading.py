@@ -1,0 +1,107 @@
+"""A job whose kernels are missing is refused from the config alone: no weights are there in any of these tests."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import qwen27b_sft
+from support import tiny_hybrid, tiny_tokenizer, tokenized
+from transformers import AutoConfig
+
+from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
+from hf_speedkit.core.errors import KernelAssertionError, PackingError
+from hf_speedkit.trainer.before_loading import require_kernels
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
+from fake_kernels import RIGHT_CONVOLUTION, RIGHT_RULE, forget_fakes, write_fakes
+
+
+@pytest.fixture(autouse=True)
+def _no_fake_stays_behind():
+    yield
+    forget_fakes()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model without weights."""
+    config = tiny_hybrid().config
+    config.architectures = ["Qwen3_5ForCausalLM"]
+    config.save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def settings(path, **changes):
+    values = {"use_cpu": True, "bf16": False, "tokens_per_batch": 32, "report_to": "none"}
+    return SpeedSFTConfig(output_dir=str(path / "run"), **{**values, **changes})
+
+
+def test_a_trainer_given_a_name_refuses_before_it_loads_or_tokenizes_with_one_command(folder, tmp_path):
+    with pytest.raises(KernelAssertionError) as refused:
+        SpeedSFTTrainer(
+            model=folder, args=settings(tmp_path, kernel_assertion="strict"), train_dataset=tokenized([9, 4, 17])
+        )
+    text = str(refused.value)
+    assert text.startswith("3 of 4 layers would run the reference implementation")
+    assert 'Mend it:  pip install "flash-linear-attention>=0.6,<0.7"\nGo on' in text
+    assert "fla's convolution takes its place once fla is installed" in text
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("mode", ["auto", "warn", "off"])
+def test_in_the_other_modes_the_weights_are_what_is_missing(folder, tmp_path, mode, caplog):
+    with pytest.raises(OSError, match="no file named"):
+        SpeedSFTTrainer(
+            model=folder, args=settings(tmp_path, kernel_assertion=mode), train_dataset=tokenized([9, 4, 17])
+        )
+    assert "reference implementation" not in caplog.text
+
+
+def test_v11_a_family_that_leaks_is_refused_from_its_config_in_every_mode(tmp_path):
+    AutoConfig.for_model("gpt_oss").save_pretrained(tmp_path / "model")
+    with pytest.raises(PackingError, match="gpt_oss models leak"):
+        require_kernels(str(tmp_path / "model"), settings(tmp_path, kernel_assertion="off"))
+    require_kernels(str(tmp_path / "model"), settings(tmp_path, kernel_assertion="off", packing=False))
+
+
+def test_v48_right_packages_pass_and_nothing_is_said(folder, tmp_path, monkeypatch, caplog):
+    write_fakes(tmp_path, fla=RIGHT_RULE, convolution=RIGHT_CONVOLUTION)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    require_kernels(folder, settings(tmp_path, kernel_assertion="strict"))
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [({}, False), ({"packed_attention": "keep"}, True), ({"packing": False}, True)],
+    ids=["may_be_replaced", "kept", "not_packed"],
+)
+def test_eager_attention_is_refused_where_packed_attention_will_not_replace_it(tmp_path, changes, refused):
+    AutoConfig.for_model("qwen3").save_pretrained(tmp_path / "model")
+    args = settings(tmp_path, kernel_assertion="strict", model_init_kwargs={"attn_implementation": "eager"}, **changes)
+    if refused:
+        with pytest.raises(KernelAssertionError, match='attn_implementation="sdpa"'):
+            require_kernels(str(tmp_path / "model"), args)
+    else:
+        require_kernels(str(tmp_path / "model"), args)
+
+
+def test_a_flash_attention_that_is_not_installed_is_refused_before_the_download(tmp_path):
+    AutoConfig.for_model("qwen3").save_pretrained(tmp_path / "model")
+    args = settings(tmp_path, kernel_assertion="strict")
+    with pytest.raises(KernelAssertionError, match="the model will not load without it"):
+        require_kernels(str(tmp_path / "model"), args, attn_implementation="flash_attention_2")
+
+
+def test_a_config_that_is_nowhere_is_left_to_the_loading_to_name(tmp_path):
+    require_kernels(str(tmp_path / "nowhere"), settings(tmp_path, kernel_assertion="strict"))
+
+
+def test_the_recipe_asks_before_it_loads_tokenizer_model_or_data(folder, tmp_path):
+    (tmp_path / "job.yaml").write_text(
+        f"model_name_or_path: {folder}\ndataset_name: nobody/has-this-data\noutput_dir: {tmp_path / 'run'}\n"
+        "use_cpu: true\nbf16: false\ntokens_per_batch: 32\nreport_to: none\nkernel_assertion: strict\n"
+    )
+    with pytest.raises(KernelAssertionError, match="would run the reference implementation"):
+        qwen27b_sft.main(["--config", str(tmp_path / "job.yaml")])
