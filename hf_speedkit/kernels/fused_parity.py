@@ -149,7 +149,7 @@ class _Half(nn.Module):
 def _inputs(
     module: Any, part: str, rows: int, device: torch.device, dtype: torch.dtype, generator: torch.Generator
 ) -> list[Tensor]:
-    width = 2 * module.up_proj.weight.shape[0] if part == SWIGLU else module.weight.shape[0]
+    width = 2 * module.up_proj.out_features if part == SWIGLU else module.weight.shape[0]
     count = 2 if part == GATED_NORM else 1
     return [torch.randn(1, rows, width, generator=generator, device=device).to(dtype) for _ in range(count)]
 
