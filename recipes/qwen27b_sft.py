@@ -1,6 +1,7 @@
 """Fine-tune Qwen3.8-27B on ultrachat_200k: packed, proven before step 1, measured while it runs.
 
     accelerate launch recipes/qwen27b_sft.py                                    # the real job: qwen27b_sft.yaml
+    accelerate launch recipes/qwen27b_sft.py --config recipes/qwen27b_lora.yaml # adapters, on one 80 GB GPU
     accelerate launch recipes/qwen27b_sft.py --config recipes/tiny_sft.yaml     # the same path in minutes, no GPU
 
 Every setting is in the YAML file, and any of them can be given on the command line (`--learning_rate 1e-5`). For your
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hf_speedkit.core.errors import ConfigurationError, SpeedkitError
+from hf_speedkit.trainer.adapters import adapter_config, require_adapters
 from hf_speedkit.trainer.hardware import exit_with, require_hardware
 from hf_speedkit.trainer.job_settings import options, settings, without_option
 from hf_speedkit.trainer.launching import announce_sharding
@@ -33,19 +35,19 @@ def main(argv: list[str]) -> None:
     if not {"--help", "-h"} & set(argv):
         require_hardware(job, command=TINY)
         require_trackers(job)
+        require_adapters(job)
         announce_sharding(job)
     let_idle_threads_sleep()
     recipe, args, model_args = parse(config, argv)
 
     from datasets import load_dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
-    from trl import get_peft_config
+    from transformers import AutoModelForCausalLM, set_seed
 
     from hf_speedkit import SpeedSFTTrainer
     from hf_speedkit.trainer.before_loading import require_kernels
     from hf_speedkit.trainer.output import existing_run, refuse_existing_run, require_checkpoint
     from hf_speedkit.trainer.summary import print_summary
-    from hf_speedkit.trainer.weights import load_model
+    from hf_speedkit.trainer.weights import load_model, load_tokenizer
 
     resume = job.get("resume_from_checkpoint")  # a path, or true for the last checkpoint in output_dir
     if resume:
@@ -69,7 +71,7 @@ def main(argv: list[str]) -> None:
             revision=model_args.model_revision,
             attn_implementation=model_args.attn_implementation,
         )
-        tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
+        tokenizer = load_tokenizer(model_args)
         model = load_model(model_args, args, random_weights=recipe.random_weights)  # once, not once per process
         dataset = load_dataset(recipe.dataset_name, recipe.dataset_config, split=recipe.dataset_train_split)
 
@@ -78,7 +80,7 @@ def main(argv: list[str]) -> None:
         args=args,
         train_dataset=dataset,
         processing_class=tokenizer,
-        peft_config=get_peft_config(model_args) if model_args.use_peft else None,
+        peft_config=adapter_config(model_args),
     )
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(args.output_dir)

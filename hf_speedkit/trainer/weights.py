@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,6 +64,15 @@ def load_model(
     model = agree(lambda: _model(model_args, args, random_weights, receives))
     _refuse_other_layouts(model)
     return model
+
+
+def load_tokenizer(model_args: ModelConfig) -> Any:
+    """Load the tokenizer that belongs to a model: of the same hub id or folder, or beside the config.json named."""
+    from transformers import AutoTokenizer
+
+    path = Path(str(model_args.model_name_or_path))
+    source = str(path.parent) if path.is_file() else model_args.model_name_or_path
+    return AutoTokenizer.from_pretrained(source, revision=model_args.model_revision)
 
 
 def receives_weights(args: TrainingArguments, *, quantized: bool = False) -> bool:
