@@ -158,7 +158,9 @@ def chat_dataset(
     return Dataset.from_dict({"input_ids": rows, "labels": rows})
 
 
-def learnable_dataset(documents: int, *, vocabulary: int, longest: int, seed: int = 0) -> Dataset:
+def learnable_dataset(
+    documents: int, *, vocabulary: int, longest: int, seed: int = 0, mean_tokens: float = MEAN_TOKENS
+) -> Dataset:
     """Documents of chat lengths in which each token has four followers, one likelier than the others.
 
     A model can learn that: its loss falls from log(vocabulary) towards 1.1, so that two loss curves can be compared.
@@ -166,7 +168,7 @@ def learnable_dataset(documents: int, *, vocabulary: int, longest: int, seed: in
     generator = np.random.default_rng(seed + 1)
     followers = np.random.default_rng(7).integers(2, vocabulary, (vocabulary, 4))  # one language for all seeds
     rows = []
-    for length in chat_lengths(documents, longest=longest, seed=seed):
+    for length in chat_lengths(documents, longest=longest, seed=seed, mean_tokens=mean_tokens):
         choices = generator.choice(4, length, p=(0.55, 0.25, 0.15, 0.05))
         token, row = int(generator.integers(2, vocabulary)), []
         for choice in choices:
