@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -105,6 +105,7 @@ def result_of(trainer: Any, throughput: ThroughputCallback, label: BenchLabel, *
     environment = collect_environment()
     startup = getattr(trainer, "startup", None)
     trace = _trace(Path(args.output_dir))
+    log = tuple(_numbers(entry) for entry in trainer.state.log_history if "loss" in entry)
     cuda = args.device.type == "cuda"
     return BenchResult(
         name=label.name,
@@ -126,20 +127,20 @@ def result_of(trainer: Any, throughput: ThroughputCallback, label: BenchLabel, *
         startup_s=dict(getattr(startup, "seconds", {})),
         peak_memory_gib=torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
         reserved_memory_gib=torch.cuda.max_memory_reserved() / 2**30 if cuda else None,
-        log=tuple(_numbers(entry) for entry in trainer.state.log_history if "loss" in entry),
-        **_launches(totals.rates, trace),
+        log=log,
+        **_launches(log, trace),
     )
 
 
-def _launches(rates: Mapping[str, float], trace: TraceSummary | None) -> dict[str, Any]:
-    """What one step started, from the traced step where there is one, else from the counted ones."""
-    counted = rates.get("speed/launches")
+def _launches(log: Sequence[Mapping[str, float]], trace: TraceSummary | None) -> dict[str, Any]:
+    """What one step started, from the traced step where there is one, else from the last counted one."""
+    counted = next((entry["speed/launches"] for entry in reversed(log) if "speed/launches" in entry), None)
     if trace is None:
-        return {} if counted is None else {"launches": round(counted), "launches_from": "counted steps"}
+        return {} if counted is None else {"launches": round(counted), "launches_from": "a counted step"}
     found = [step.launches for step in trace.full_steps if step.launches is not None]
     traced = {"launches": round(fmean(found)), "launches_from": "the traced step"} if found else {}
     return {
-        **({} if counted is None else {"launches": round(counted), "launches_from": "counted steps"}),
+        **({} if counted is None else {"launches": round(counted), "launches_from": "a counted step"}),
         **traced,
         "host_waits": sum(row.calls for row in trace.syncs) if trace.runtime_calls else None,
         "device_groups_s": {row.group: row.total_ns / 1e9 / trace.step_count for row in trace.groups},

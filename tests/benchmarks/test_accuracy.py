@@ -1,6 +1,7 @@
 """The verdict on two loss curves; the script itself needs a GPU for curves that mean something."""
 
 import math
+from itertools import pairwise
 
 import accuracy
 import pytest
@@ -42,7 +43,7 @@ def test_the_documents_can_be_learned_and_are_the_same_language_for_every_seed()
     followers = {}
     for seed in (0, 1):
         for row in learnable_dataset(40, vocabulary=32, longest=512, seed=seed, mean_tokens=300)["input_ids"]:
-            for token, following in zip(row, row[1:], strict=False):
+            for token, following in pairwise(row):
                 followers.setdefault(token, set()).add(following)
     assert max(map(len, followers.values())) <= 4
 

@@ -5,7 +5,7 @@ import json
 import ladder
 import pytest
 import rung
-from rungs import LADDER, ONE_OFF, WORKLOADS, selected
+from rungs import CHOICES, LADDER, ONE_OFF, WORKLOADS, selected
 
 from hf_speedkit.core.bench_records import bench_result, missing_provenance
 
@@ -71,3 +71,15 @@ def test_a_rung_is_measured_and_not_measured_twice(tmp_path, capsys):
     capsys.readouterr()
     assert ladder.main([*common, "--out", str(tmp_path / "b"), "--done", str(tmp_path / "a")]) == 0
     assert "0 runs to measure, 1 are there" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("one", [*ONE_OFF, *CHOICES, *LADDER], ids=lambda one: one.name)
+def test_a_rung_names_settings_that_its_config_has(one):
+    from dataclasses import fields
+
+    from trl import SFTConfig
+
+    from hf_speedkit import SpeedSFTConfig
+
+    known = {field.name for field in fields(SpeedSFTConfig if one.way == "speedkit" else SFTConfig)}
+    assert set(one.settings) <= known
