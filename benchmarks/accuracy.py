@@ -4,7 +4,7 @@
     python benchmarks/accuracy.py 27b-8 --out FILE.json         # the 27B geometry cut to 8 layers, 50 steps, one GPU
     python benchmarks/accuracy.py tiny --device cpu --steps 20  # the same path without a GPU; prints only
 
-Both paths are SpeedSFTTrainer on the same packed rows of documents that can be learned, in the same order. The fast path
+Both are SpeedSFTTrainer on the same packed rows of documents that can be learned, in the same order. The fast path
 has all defaults; the plain path has every optimisation that touches arithmetic off (`PLAIN`). Each seed makes other
 initial weights. Per step and seed, the gap is the difference of the two paths' losses; the noise is the difference
 between the plain paths of two seeds. The fast path passes if its gap is no larger than the noise, over all steps and at
