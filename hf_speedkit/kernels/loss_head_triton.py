@@ -25,6 +25,8 @@ def _nll_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     target = tl.load(targets_ptr + row)
+    # Before the reductions, whose barriers keep any thread from overwriting it while another still reads.
+    target_z = tl.load(row_ptr + tl.maximum(target, 0)).to(tl.float32)
     highest = -float("inf")
     highest_before_target = -float("inf")
     total = 0.0
@@ -43,7 +45,6 @@ def _nll_kernel(  # type: ignore[no-untyped-def]
         highest = new_highest
     log_z = highest + tl.log(total)
     counts = (target >= 0).to(tl.float32)
-    target_z = tl.load(row_ptr + tl.maximum(target, 0)).to(tl.float32)
     tl.store(nll_ptr + row, (log_z - target_z) * counts)
     tl.store(entropy_ptr + row, (log_z - weighted / total) * counts)
     # argmax takes the first of equal logits.

@@ -32,9 +32,13 @@ class FastUpdates(SFTTrainer):  # type: ignore[misc]
         if self.args.loss_head == "trl":
             return False
         model: Any = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        refusal = head_refusal(model) or self._head_disproof(model)
+        refusal = head_refusal(model)
         if refusal is not None:
             logger.info("TRL's loss head stays: %s", refusal)
+            return False
+        disproof = self._head_disproof(model)
+        if disproof is not None:
+            logger.warning("TRL's loss head stays: %s", disproof)
             return False
         add_loss_head(model)
         return True
