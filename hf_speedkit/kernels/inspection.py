@@ -11,6 +11,7 @@ from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.core.families import why_it_leaks
 from hf_speedkit.core.records import KernelCheck, KernelRequirement, KernelVerdict
 from hf_speedkit.kernels.compatibility import Stack
+from hf_speedkit.kernels.demands import Requirement, demanded
 from hf_speedkit.kernels.fla_convolution import CONVOLUTION, judge_stand_in
 from hf_speedkit.kernels.fused_layers import fused_layer_checks
 from hf_speedkit.kernels.hub import is_hub_name, judge_hub_kernel
@@ -90,6 +91,7 @@ def assert_kernels(
     *,
     mode: Mode = "strict",
     checks: Sequence[KernelCheck] | None = None,
+    requirements: Sequence[Requirement] | None = None,
     probe: bool = False,
     tokens_per_batch: int | None = None,
     dtype: torch.dtype | None = None,
@@ -103,6 +105,8 @@ def assert_kernels(
         model_or_config: as in `check_kernels`.
         mode: "strict" raises; "warn" logs the same text and goes on; "off" checks nothing.
         checks: checks made before; None makes them.
+        requirements: functions that must be fused, by name ("chunk_gated_delta_rule", "attention", "rms_norm"); the
+            others are warned about. None: every function that training calls.
         probe, tokens_per_batch, dtype, stack, liger: as in `check_kernels`.
         say: takes each warning; the log of this module if None.
 
@@ -110,7 +114,7 @@ def assert_kernels(
         The checks, when training may go on.
 
     Raises:
-        KernelAssertionError: mode "strict", and a check is neither FUSED nor allowed.
+        KernelAssertionError: mode "strict", and a function that must be fused is not, or is nowhere called.
         ConfigurationError: an unknown mode.
     """
     if mode not in ("strict", "warn", "off"):
@@ -124,11 +128,13 @@ def assert_kernels(
     say = say or logger.warning
     for line in warnings_in(checks):
         say(line)
-    error = refusal(checks, decoder_layers=_decoder_layers(model_or_config))
+    held, others = demanded(checks, requirements)
+    error = refusal(held, decoder_layers=_decoder_layers(model_or_config))
     if error is not None and mode == "strict":
         raise error
-    if error is not None:
-        say(str(error))
+    for remark in (error, refusal(others, decoder_layers=_decoder_layers(model_or_config))):
+        if remark is not None:
+            say(str(remark))
     return tuple(checks)
 
 

@@ -49,9 +49,12 @@ def refusal(checks: Sequence[KernelCheck], *, decoder_layers: int | None) -> Ker
     failing = [check for check in checks if check.verdict is not KernelVerdict.FUSED]
     if not failing:
         return None
+    headline = f"{_count(failing, decoder_layers)} {_what_they_would_do(failing)}."
+    if all(check.layers_total == 0 for check in failing):
+        headline = f"{', '.join(check.function for check in failing)}: required, and called by no layer of this model."
     fixes = dict.fromkeys(check.fix for check in failing if check.fix is not None)
     return KernelAssertionError(
-        f"{_count(failing, decoder_layers)} {_what_they_would_do(failing)}.",
+        headline,
         evidence=table(failing),
         mend="\n          ".join(fixes) if fixes else None,
         regardless=GO_ON,

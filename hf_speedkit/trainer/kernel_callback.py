@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,6 +11,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hf_speedkit.core.errors import ConfigurationError, KernelAssertionError
 from hf_speedkit.core.records import KernelCheck
+from hf_speedkit.kernels.demands import Requirement, names_of
 from hf_speedkit.kernels.inspection import assert_kernels
 from hf_speedkit.trainer.agreement import agree, say_once
 from hf_speedkit.trainer.first_step import FirstStep
@@ -26,17 +27,26 @@ class KernelAssertionCallback(FirstStep):
 
     Args:
         mode: "strict" raises KernelAssertionError; "warn" logs the same text; "off" does nothing.
+        requirements: the functions that must be fused, by name or as KernelRequirement, for example
+            ("chunk_gated_delta_rule", "attention"); others are warned about. None: every function that training calls.
         probe: also run each fused function forward and backward on the device and compare with the reference.
 
     After `on_train_begin`, `checks` holds one KernelCheck per function; after the first step, `runs` what was seen.
     """
 
-    def __init__(self, *, mode: Literal["strict", "warn", "off"] = "strict", probe: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        mode: Literal["strict", "warn", "off"] = "strict",
+        requirements: Sequence[Requirement] | None = None,
+        probe: bool = True,
+    ) -> None:
         if mode not in ("strict", "warn", "off"):
             raise ConfigurationError(f"mode is {mode!r}", mend='use "strict", "warn" or "off"')
         super().__init__()
         self.mode: Literal["strict", "warn", "off"] = mode
         self.probe = probe
+        self.requirements = None if requirements is None else tuple(requirements)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
@@ -47,6 +57,10 @@ class KernelAssertionCallback(FirstStep):
             self.checks = agree(lambda: self._assert(args, model, said.append))
             say_once(logger.warning, said)
         self.expect(self.mode)
+
+    def demands(self, function: str) -> bool:
+        """Whether a function that was found must also run."""
+        return self.requirements is None or function in names_of(self.requirements)
 
     def own_way_on(self, error: KernelAssertionError) -> KernelAssertionError:
         """The refusal names SpeedSFTConfig's setting; whoever reads this one has the callback in hand."""
@@ -62,6 +76,7 @@ class KernelAssertionCallback(FirstStep):
             return assert_kernels(
                 model,
                 mode=self.mode,
+                requirements=self.requirements,
                 probe=self.probe,
                 dtype=activation_dtype(args),
                 liger=getattr(args, "use_liger_kernel", False),

@@ -72,6 +72,12 @@ def test_a_function_that_never_ran_stops_before_the_weights_are_touched_in_the_c
     assert all(torch.equal(a, b) for a, b in zip(watcher.weights, trainer.model.parameters(), strict=True))
 
 
+def test_a_function_that_is_not_required_need_not_run(tmp_path):
+    callback = on_a_cpu(KernelAssertionCallback(requirements=()), {SDPA: NEVER})
+    trainer_of(tmp_path, callback, max_steps=1).train()
+    assert callback.runs[0].backward is False
+
+
 def test_warn_says_the_same_and_goes_on(tmp_path, caplog):
     callback = on_a_cpu(KernelAssertionCallback(mode="warn"), {SDPA: NEVER})
     trainer = trainer_of(tmp_path, callback)

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 from support import tiny_hybrid, tiny_llama, tokenized
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
@@ -5,6 +7,7 @@ from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 from hf_speedkit import KernelAssertionCallback, attach
 from hf_speedkit.core.errors import ConfigurationError, KernelAssertionError
 from hf_speedkit.core.records import KernelVerdict
+from hf_speedkit.kernels.requirements import FUNCTIONS
 
 
 def plain_trainer(path, model):
@@ -45,6 +48,32 @@ def test_a_model_without_optional_kernels_passes_in_strict_mode(tmp_path):
     attach(trainer, KernelAssertionCallback(mode="strict"))
     trainer.train()
     assert trainer.state.global_step == 1
+
+
+@pytest.mark.parametrize(
+    ("requirements", "refused"),
+    [
+        (("attention",), None),
+        ((), None),
+        (("attention", "chunk_gated_delta_rule"), "chunk_gated_delta_rule   FALLBACK"),
+        ((FUNCTIONS["causal_conv1d_fn"],), "causal_conv1d_fn   FALLBACK"),
+        (
+            ("chunk_gated_delta_rull",),
+            "it is required, and no layer of this model was seen to call it [found: attention, ",
+        ),
+    ],
+    ids=["what_is_fused", "nothing", "one_that_is_not", "as_a_record", "misspelt"],
+)
+def test_only_what_is_required_is_refused_and_the_rest_is_warned_about(tmp_path, caplog, requirements, refused):
+    trainer = plain_trainer(tmp_path, tiny_hybrid())
+    attach(trainer, KernelAssertionCallback(requirements=requirements))
+    if refused is not None:
+        with pytest.raises(KernelAssertionError, match=re.escape(refused)):
+            trainer.train()
+        return
+    trainer.train()
+    assert trainer.state.global_step == 1
+    assert caplog.text.count("chunk_gated_delta_rule   FALLBACK") == 1
 
 
 def test_an_unknown_mode_is_refused():
