@@ -49,7 +49,7 @@ def main(argv: list[str]) -> None:
     from hf_speedkit.trainer.summary import print_summary
     from hf_speedkit.trainer.weights import load_model, load_tokenizer
 
-    resume = job.get("resume_from_checkpoint")  # a path, or true for the last checkpoint in output_dir
+    resume = job.get("resume_from_checkpoint")  # a path, true for the last good one in output_dir, or auto
     if resume:
         require_checkpoint(resume, args.output_dir)
     elif not args.allow_existing_output:
@@ -83,7 +83,8 @@ def main(argv: list[str]) -> None:
         peft_config=adapter_config(model_args),
     )
     trainer.train(resume_from_checkpoint=resume)
-    trainer.save_model(args.output_dir)
+    if trainer.stopped_by is None:  # else its last act was a checkpoint, and the machine is about to go
+        trainer.save_model(args.output_dir)
     if trainer.is_world_process_zero():
         print_summary(trainer.summary(), notes=() if choice is None else (choice.sentence(),))
 

@@ -10,6 +10,7 @@ import typer
 
 from hf_speedkit.cli.bench import bench
 from hf_speedkit.cli.doctor import doctor
+from hf_speedkit.cli.export import export
 from hf_speedkit.cli.plan import plan
 from hf_speedkit.cli.report import report
 from hf_speedkit.cli.trace import trace
@@ -22,6 +23,7 @@ app.command()(doctor)
 app.command()(plan)
 app.command()(report)
 app.command()(bench)
+app.command()(export)
 
 
 @app.callback(invoke_without_command=True)

@@ -68,6 +68,10 @@ class IsolationError(SpeedkitError, RuntimeError):
     """Documents in one packed row see one another."""
 
 
+class CheckpointError(SpeedkitError, RuntimeError):
+    """A checkpoint that cannot be written, or one that must not be trained on."""
+
+
 class TraceError(SpeedkitError, ValueError):
     """A trace file that cannot be read or does not hold what was asked for."""
 

@@ -161,14 +161,23 @@ class PackedBatchSampler(BatchRebalanceSampler):  # type: ignore[misc]
         if changed:
             raise PackingError(
                 "the resumed run would see its documents in another order",
-                evidence=tuple(f"{name}: saved {state.get(name)!r}, now {own[name]!r}" for name in changed),
-                mend="resume with the settings and data of the saved run",
-                regardless="start a new run from the saved weights",
+                evidence=tuple(_difference(name, state.get(name), own[name]) for name in changed),
+                mend=self._same_steps(state) or "resume with the settings and data of the saved run",
+                regardless="ignore_data_skip=True goes on from the saved weights and begins the documents anew",
             )
         epoch = state.get("epoch")
         if not isinstance(epoch, int):
             raise PackingError(f"a saved state with epoch {epoch!r}", mend="pass what state_dict() returned")
         self.set_epoch(epoch)
+
+    def _same_steps(self, state: Mapping[str, object]) -> str | None:
+        """The setting that gives another number of ranks the saved run's steps; None where no number does."""
+        saved = state.get("packs_per_step")
+        if not isinstance(saved, int) or saved == self.world_size * self.gradient_accumulation_steps:
+            return None
+        if saved % self.world_size:
+            return f"resume with a number of ranks that divides {saved}, the micro-batches of a saved step on all ranks"
+        return f"gradient_accumulation_steps={saved // self.world_size} gives {self.world_size} ranks the saved steps"
 
     def _most_packs(self) -> int:
         """Rows that the fullest epoch needs."""
@@ -199,6 +208,12 @@ class PackedBatchSampler(BatchRebalanceSampler):  # type: ignore[misc]
     def __getstate__(self) -> dict[str, object]:
         # A plan takes some 60 bytes a document and can be made again.
         return {**self.__dict__, "_latest_plan": None}
+
+
+def _difference(name: str, saved: object, now: object) -> str:
+    if name == "lengths":
+        return "documents: other ones, or in another order (their token counts differ)"
+    return f"{name}: saved {saved!r}, now {now!r}"
 
 
 def _check_counts(**counts: int) -> None:

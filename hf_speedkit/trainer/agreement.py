@@ -71,6 +71,25 @@ def agree_sharing(check: Callable[[], T], number: Callable[[T], float]) -> tuple
     return result, numbers
 
 
+def gather_agreed(check: Callable[[], T]) -> list[T]:
+    """Like `agree`, and give every rank every rank's result.
+
+    Args:
+        check: see `agree`; small results, they travel as pickles.
+
+    Returns:
+        The results in rank order; on a single process a list of one.
+    """
+    import torch.distributed as dist
+
+    result = agree(check)
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return [result]
+    results: list[T] = [result] * dist.get_world_size()
+    dist.all_gather_object(results, result)  # before training and at a save
+    return results
+
+
 def say_once(say: Callable[[str], object], texts: Sequence[str]) -> None:
     """Say on rank 0 what the ranks have to say, each text once: eight ranks would print the same table eight times.
 

@@ -13,6 +13,8 @@ from hf_speedkit.core.errors import ConfigurationError
 
 _STRATEGIES = ("auto", "fifo_close", "best_fit_decreasing", "next_fit")
 _OVERLONG = ("error", "split", "truncate", "drop")
+_VERIFICATIONS = ("checksums", "sizes")
+_EXPORTS = ("auto", "stored", "bfloat16", "float16", "float32")
 _ASSERTIONS = ("auto", "strict", "warn", "off")
 # TRL's names for what we do as well, so that an SFTConfig can be moved over unchanged.
 _TRL_STRATEGIES = {"bfd": "best_fit_decreasing", "bfd_split": "best_fit_decreasing"}
@@ -63,6 +65,12 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         stuck_rank_timeout_s: seconds in which no rank goes on, after which the run ends and the missing rank is named;
             0 leaves it to `ddp_timeout` (1,800 s), which names nobody. See docs/fsdp2.md.
         fsdp_prefetch_layers: layers that FSDP2 gathers ahead; None leaves torch's own choice, one.
+        checkpoint_verification: what `resume_from_checkpoint` compares before it loads anything: "checksums" reads
+            every byte, shared by all ranks, "sizes" only looks at the files.
+        export_dtype: type of the weights that `save_model` writes: "auto" (bf16 where training computes in bf16, else
+            as stored), "stored", "bfloat16", "float16" or "float32". Checkpoints always keep what they need.
+        stop_signals: signals on which all ranks write a checkpoint at the next common step and training ends; an empty
+            list for none. Without checkpoints (save_strategy="no") signals are left alone.
 
     These SFTConfig defaults differ: `packing` is on, `logging_nan_inf_filter` is off (it shows a non-finite loss as 0),
     `per_device_eval_batch_size` is 1 (one row a forward), and `per_device_train_batch_size` becomes 1: a micro-batch is
@@ -149,6 +157,18 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
     fsdp_prefetch_layers: int | None = field(
         default=None, metadata={"help": "Layers that FSDP2 gathers ahead. Default: torch's own, 1."}
     )
+    checkpoint_verification: str = field(
+        default="checksums",
+        metadata={"help": "Before a resume: checksums or sizes.", "choices": list(_VERIFICATIONS)},
+    )
+    export_dtype: str = field(
+        default="auto",
+        metadata={"help": f"Weights that save_model writes: {', '.join(_EXPORTS)}.", "choices": list(_EXPORTS)},
+    )
+    stop_signals: list[str] = field(
+        default_factory=lambda: ["SIGTERM", "SIGUSR1"],
+        metadata={"help": "Signals on which a checkpoint is written and training ends."},
+    )
     logging_nan_inf_filter: bool = field(
         default=False, metadata={"help": "Replace non-finite losses in the log. Off: they are shown as they are."}
     )
@@ -169,6 +189,8 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         asked = os.environ.get("ACCELERATE_MIXED_PRECISION")
         super().__post_init__()
         self._refuse_lost_fp8(asked)
+        # `stop_signals` does what that is for, at one step on all ranks (see trainer/stop_signal.py).
+        self.enable_jit_checkpoint = False
         self._check_choices()
         if self.packing:
             self._settle_packing()
@@ -194,6 +216,8 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
             ("kernel_assertion", _ASSERTIONS),
             ("packed_attention", ("auto", "keep")),
             ("loss_head", ("auto", "trl")),
+            ("checkpoint_verification", _VERIFICATIONS),
+            ("export_dtype", _EXPORTS),
             ("template_check", ("strict", "warn", "off")),
             ("packing_strategy", (*_STRATEGIES, *_TRL_STRATEGIES, "wrapped")),
         ):

@@ -43,12 +43,14 @@ def require_checkpoint(resume: str | bool, output_dir: str | Path) -> None:
     """Refuse to resume from what is not there, before a model is loaded for it.
 
     Args:
-        resume: True for the last checkpoint in `output_dir`, or the path of one.
+        resume: True for the last good checkpoint in `output_dir`, "auto" for it or a new run, or the path of one.
         output_dir: the run's directory.
 
     Raises:
         ConfigurationError: no checkpoint, with what was looked for.
     """
+    if resume == "auto":
+        return
     if resume is True:
         if any(path.is_dir() for path in Path(output_dir).glob("checkpoint-*")):
             return

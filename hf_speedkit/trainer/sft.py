@@ -27,6 +27,7 @@ from hf_speedkit.packing.stream_source import share_of_rank
 from hf_speedkit.trainer.agreement import agree
 from hf_speedkit.trainer.attach import attach
 from hf_speedkit.trainer.before_loading import kernel_mode, require_kernels
+from hf_speedkit.trainer.checkpoints import SafeCheckpoints
 from hf_speedkit.trainer.config import SpeedSFTConfig, settled_config
 from hf_speedkit.trainer.conversation_checks import SAMPLE_ROWS
 from hf_speedkit.trainer.inputs import (
@@ -46,7 +47,6 @@ from hf_speedkit.trainer.recompute import RecomputeChoice
 from hf_speedkit.trainer.sinks import JsonlSink
 from hf_speedkit.trainer.startup import StartupProof
 from hf_speedkit.trainer.stragglers import log_stragglers
-from hf_speedkit.trainer.streaming import StreamCheckpoint, StreamedBatches
 from hf_speedkit.trainer.templates import TemplateChecks, check_mask, log_example
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback
 from hf_speedkit.trainer.trace_callback import TraceCallback
@@ -55,7 +55,7 @@ from hf_speedkit.trainer.updates import FastUpdates
 logger = logging.getLogger(__name__)
 
 
-class SpeedSFTTrainer(FastUpdates, StreamedBatches):
+class SpeedSFTTrainer(FastUpdates, SafeCheckpoints):
     """SFTTrainer with packing, proof and metrics on by default; same signature.
 
     TRL tokenizes and masks. Then documents are checked and counted, planned into rows of `tokens_per_batch` slots anew
@@ -137,8 +137,6 @@ class SpeedSFTTrainer(FastUpdates, StreamedBatches):
         self.throughput = self._throughput_callback() if args.throughput else None
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(CompactProgress())
-        if self.stream is not None:
-            self.add_callback(StreamCheckpoint(self))
         self.recompute = RecomputeChoice(args.activation_checkpointing_layers, packed=self.packing_active)
         self.add_callback(self.recompute)
         self.trace = TraceCallback(args.trace_steps) if args.trace_steps else None
@@ -238,12 +236,12 @@ class SpeedSFTTrainer(FastUpdates, StreamedBatches):
 
         Raises:
             ConfigurationError: output_dir holds another run and this is no resume.
+            CheckpointError, PackingError: the checkpoint is damaged, or this run would see other documents.
             KernelAssertionError, IsolationError: before step 1, on all ranks.
         """
         if not resume_from_checkpoint:
             refuse_existing_run(self.args.output_dir, self._existing_run)
         self._existing_run = None  # from here on what lies there is ours
-        self.resume_stream(resume_from_checkpoint)
         with ExitStack() as self._running:
             if self.trace is not None:
                 self._running.enter_context(self.trace.closing())

@@ -6,11 +6,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from transformers import IntervalStrategy, TrainerControl, TrainerState, TrainingArguments
 
-from hf_speedkit.core.errors import PackingError
 from hf_speedkit.core.records import Finding, IsolationReport, KernelCheck
 from hf_speedkit.kernels.fla_convolution import through_fla
 from hf_speedkit.kernels.inspection import assert_kernels, check_kernels
@@ -23,6 +23,7 @@ from hf_speedkit.trainer.kernel_callback import activation_dtype
 from hf_speedkit.trainer.preflight import check_wrap_class, preflight
 from hf_speedkit.trainer.prepared import loaded_weights
 from hf_speedkit.trainer.rank_watch import RankWatch
+from hf_speedkit.trainer.resume_data import compare_documents
 from hf_speedkit.trainer.saved_totals import load_totals
 
 if TYPE_CHECKING:
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
     from hf_speedkit.trainer.sft import SpeedSFTTrainer
 
 logger = logging.getLogger(__name__)
-
-# In TrainerState.stateful_callbacks, like the token totals (see saved_totals).
-ORDER_KEY = "hf_speedkit.order"
 
 
 @contextmanager
@@ -79,12 +77,12 @@ class StartupProof(FirstStep):
         self.resumed_at = state.global_step
         trainer.until_trained(self._watch.running())
         trainer.restore_token_total(load_totals(state))
+        agree(partial(self._compare_documents, state))
         self.findings = preflight(trainer, self._loaded)
         gathers = corrected_gathers(trainer.model, prefetch_layers=args.fsdp_prefetch_layers)
         agree(lambda: trainer.until_trained(gathers))
         with self._timed("layers"):
             agree(trainer.prepare_layers)
-        self._compare_order(state)
         self.prove()
         self.expect(self._trainer.kernel_mode)
 
@@ -93,19 +91,10 @@ class StartupProof(FirstStep):
         """One check per function: what was found before step 1 and, on a GPU, seen in it."""
         return self.checks
 
-    def _compare_order(self, state: TrainerState) -> None:
-        """Say so where a resumed run sees its documents in another order, and note this run's for its checkpoints."""
-        sampler = self._trainer.train_sampler
-        if sampler is None:
-            return
-        saved = state.stateful_callbacks.get(ORDER_KEY)
-        # The Trainer skips as many batches as the saved run took, whatever is in them now.
-        if isinstance(saved, dict) and state.global_step and not self._trainer.args.ignore_data_skip:
-            try:
-                sampler.load_state_dict(saved)
-            except PackingError as error:
-                logger.warning("some documents may be trained on twice and others not at all: %s", error)
-        state.stateful_callbacks[ORDER_KEY] = sampler.state_dict()
+    def _compare_documents(self, state: TrainerState) -> None:
+        trainer = self._trainer
+        ignore = trainer.args.ignore_data_skip
+        compare_documents(state, trainer.train_sampler, trainer.train_dataset, ignore=ignore)
 
     def prove(self) -> None:
         """Kernels, the real batch, isolation; every rank must call it.

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import IterableDatasetShard
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
 from hf_speedkit.core.document_records import DocumentReport
 from hf_speedkit.core.errors import ConfigurationError, DatasetError
@@ -18,6 +16,7 @@ from hf_speedkit.packing.stream import PackedStream, StreamState
 from hf_speedkit.packing.stream_documents import COUNT_FIELDS
 from hf_speedkit.trainer.agreement import agree
 from hf_speedkit.trainer.loss import DeviceMetrics
+from hf_speedkit.trainer.resume_data import digest, refuse_other_documents
 
 
 class StreamedBatches(DeviceMetrics):
@@ -27,6 +26,7 @@ class StreamedBatches(DeviceMetrics):
     _stream_state: StreamState | None = None
     _trainers_iterator: Iterator[Any] | None = None
     _rows: Iterator[Any] | None = None
+    _first_documents: str | None = None
 
     @property
     def stream(self) -> PackedStream | None:
@@ -108,10 +108,14 @@ class StreamedBatches(DeviceMetrics):
         if self._stream_state is None:
             return
         checkpoint.mkdir(parents=True, exist_ok=True)
-        saved = {"world_size": self.args.world_size, "state": self._stream_state.to_dict()}
+        saved = {
+            "world_size": self.args.world_size,
+            "first_documents": self._first_documents,
+            "state": self._stream_state.to_dict(),
+        }
         (checkpoint / _state_name(self.args.process_index)).write_text(json.dumps(saved), encoding="utf-8")
 
-    def resume_stream(self, resume_from_checkpoint: str | bool | None) -> None:
+    def resume_stream(self, checkpoint: str | None) -> None:
         """Put the stream where a checkpoint left it. The Trainer skips nothing then: `ignore_data_skip` is set.
 
         Raises:
@@ -129,12 +133,11 @@ class StreamedBatches(DeviceMetrics):
         from_the_start = self.__dict__.setdefault("_from_the_start", self.args.ignore_data_skip)
         # Trainer would read and collate every row of the run again, and count epochs by max_steps.
         self.args.ignore_data_skip = True
-        checkpoint = resume_from_checkpoint
-        if checkpoint is True:
-            checkpoint = get_last_checkpoint(self.args.output_dir)
+        self._first_documents = agree(lambda: digest(stream.first_documents(3)))
         state = None
-        if checkpoint and not from_the_start:
-            state = agree(lambda: self._read_stream_state(Path(str(checkpoint))))
+        if checkpoint is not None and not from_the_start:
+            path = Path(checkpoint)
+            state = agree(lambda: self._read_stream_state(path))
         self._stream_state = state
         stream.load_state(state)
 
@@ -154,22 +157,21 @@ class StreamedBatches(DeviceMetrics):
                 mend=f"resume with {saved['world_size']} ranks",
                 regardless="ignore_data_skip=True reads the stream from its beginning",
             )
-        return StreamState.from_dict(saved["state"])
-
-
-class StreamCheckpoint(TrainerCallback):  # type: ignore[misc]
-    """Writes every rank's stream state into each checkpoint.
-
-    Args:
-        trainer: whose stream it is.
-    """
-
-    def __init__(self, trainer: StreamedBatches) -> None:
-        self._trainer = trainer
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Add one small file to the checkpoint that was just written."""
-        self._trainer.save_stream_state(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+        refuse_other_documents(saved.get("first_documents"), str(self._first_documents))
+        state = StreamState.from_dict(saved["state"])
+        own, before = self.stream, state.report
+        assert own is not None, "called for a stream"
+        if (own.tokens_per_batch, own.overlong) != (before.tokens_per_batch, before.overlong):
+            raise ConfigurationError(
+                "the stream would be packed in another way than in the run that saved it",
+                evidence=(
+                    f"tokens_per_batch: saved {before.tokens_per_batch}, now {own.tokens_per_batch}",
+                    f"overlong: saved {before.overlong!r}, now {own.overlong!r}",
+                ),
+                mend="resume with the settings of the saved run",
+                regardless="ignore_data_skip=True reads the stream from its beginning",
+            )
+        return state
 
 
 def check_stream_settings(args: Any) -> None:

@@ -37,7 +37,7 @@ def build(path, *, accumulation, sharded=False, leaky_rank=None, **changes):
     )
 
 
-def shard_on_cpu(trainer):
+def shard_on_cpu(trainer, state_dict_type="FULL_STATE_DICT"):
     """FSDP2 over gloo: accelerate 1.15 has no switch for it (state.py:986), so its private state is set."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, PartialState
@@ -50,7 +50,7 @@ def shard_on_cpu(trainer):
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["Qwen3_5DecoderLayer"],
         cpu_ram_efficient_loading=False,
-        state_dict_type="FULL_STATE_DICT",
+        state_dict_type=state_dict_type,
     )
     trainer.is_fsdp_enabled = True
 

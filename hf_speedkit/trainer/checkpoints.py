@@ -1,0 +1,232 @@
+"""Checkpoints that are whole or not there, and a run that goes on from the last of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import SaveStrategy
+
+from hf_speedkit.core.checkpoint_records import CheckpointFile
+from hf_speedkit.trainer.agreement import agree, gather_agreed
+from hf_speedkit.trainer.attach import attach
+from hf_speedkit.trainer.checkpoint_files import checked_files, files_of
+from hf_speedkit.trainer.checkpoint_folder import (
+    UNFINISHED_NAME,
+    checkpoint_bytes,
+    clean_leftovers,
+    manifest_of,
+    publish,
+    require_space,
+    rotate,
+)
+from hf_speedkit.trainer.export import describe_model, export_dtype, is_adapter_model, is_fsdp2, save_final_model
+from hf_speedkit.trainer.resume import Reader, check_kind, settle_resume
+from hf_speedkit.trainer.sharded_weights import is_sharded, load_sharded_optimizer, load_sharded_weights
+from hf_speedkit.trainer.stop_signal import StopSignal
+from hf_speedkit.trainer.streaming import StreamedBatches
+
+logger = logging.getLogger(__name__)
+
+
+class SafeCheckpoints(StreamedBatches):
+    """SFTTrainer whose checkpoints are atomic, verified on resume, and written when the job is told to end."""
+
+    _unfinished: Path | None = None
+    _push_wanted = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.stop_signal = StopSignal(self.args.stop_signals)
+        attach(self, CheckpointCallback(self))
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The signal that ended training before its last step; None where none did."""
+        return self.stop_signal.stopped_by
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's training, from a checkpoint that was found whole; see `resume.settle_resume`.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or the disk has no room for one.
+        """
+        agree(self._clean)
+        checkpoint = settle_resume(resume_from_checkpoint, self.args.output_dir, self._reader())
+        if checkpoint is not None:
+            check_kind(Path(checkpoint), fsdp=self.is_fsdp_enabled)
+        self.resume_stream(checkpoint)
+        # Without checkpoints there is nothing to write when a signal comes: it ends the process as ever.
+        with self.stop_signal.installed(self.args.save_strategy != SaveStrategy.NO):
+            return super().train(checkpoint, *args, **kwargs)
+
+    def _clean(self) -> None:
+        if self.args.should_save:
+            clean_leftovers(Path(self.args.output_dir))
+
+    def _reader(self) -> Reader:
+        """Ranks that see the same disk share the reading."""
+        args = self.args
+        index, count = args.process_index, args.world_size
+        if args.save_on_each_node:
+            index, count = args.local_process_index, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return Reader(
+            index=index,
+            count=count,
+            checksums=args.checkpoint_verification == "checksums",
+            main=args.process_index == 0,
+        )
+
+    # ---- saving -----------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Write below `_unfinished`; four small exchanges between the ranks, at a save only."""
+        began = time.perf_counter()
+        run_dir = Path(self._get_output_dir(trial))
+        folder = run_dir / UNFINISHED_NAME / f"checkpoint-{self.state.global_step}"
+        agree(partial(self._begin_save, run_dir))
+        with self._writing_to(folder.parent):
+            written = gather_agreed(partial(self._write_checkpoint, model, trial, folder, run_dir))
+        agree(partial(self._end_save, folder, run_dir, written))
+        if self._push_wanted:
+            self._push_wanted = False
+            super()._push_from_checkpoint(str(run_dir / folder.name))
+        if self.args.process_index == 0:
+            size = sum(file.size_bytes for part in written for file in part.values())
+            took = time.perf_counter() - began
+            logger.info("%s: %.3f GiB written and checked in %.1f s", folder.name, size / (1 << 30), took)
+
+    def _begin_save(self, run_dir: Path) -> None:
+        if self.args.should_save:
+            clean_leftovers(run_dir)
+            self.require_checkpoint_space(run_dir)
+
+    def require_checkpoint_space(self, run_dir: Path) -> None:
+        """Refuse to begin a save that the disk has no room for; see `checkpoint_folder.require_space`."""
+        require_space(run_dir, checkpoint_bytes(self.model, self.optimizer, adapters_only=is_adapter_model(self.model)))
+
+    def _write_checkpoint(self, model: Any, trial: Any, folder: Path, run_dir: Path) -> dict[str, CheckpointFile]:
+        super()._save_checkpoint(model, trial)
+        self.save_stream_state(folder)
+        if self.args.should_save and is_sharded(folder):
+            describe_model(self.model, self.processing_class, folder)
+        if self.state.best_model_checkpoint == str(folder):
+            # The name it will have; Trainer has looked for it where it is written.
+            self.state.best_model_checkpoint = str(run_dir / folder.name)
+            if self.args.should_save:
+                self.state.save_to_json(str(folder / "trainer_state.json"))
+        return checked_files(folder, files_of(folder, rank=self.args.process_index, saver=self.args.should_save))
+
+    def _end_save(self, folder: Path, run_dir: Path, written: list[dict[str, CheckpointFile]]) -> None:
+        if not self.args.should_save:
+            return
+        if self.args.save_on_each_node:  # each node's disk holds the files of its own ranks
+            written = [{name: file for name, file in part.items() if (folder / name).is_file()} for part in written]
+        publish(folder, run_dir, manifest_of(self.state.global_step, self.args.world_size, written))
+        rotate(
+            run_dir,
+            keep=self.args.save_total_limit,
+            newest=run_dir / folder.name,
+            best=self.state.best_model_checkpoint,
+        )
+
+    @contextmanager
+    def _writing_to(self, directory: Path) -> Iterator[None]:
+        self._unfinished = directory
+        try:
+            yield
+        finally:
+            self._unfinished = None
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Where Trainer writes checkpoint-N: during a save, and only then, below `_unfinished`."""
+        return str(self._unfinished) if self._unfinished is not None else super()._get_output_dir(trial)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Later: an upload reads the folder in the background, and it is about to get another name."""
+        self._push_wanted = True
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save a model that `from_pretrained` loads; every rank must call it. See `export.save_final_model`.
+
+        Raises:
+            CheckpointError: the disk has no room for it.
+        """
+        dtype = export_dtype(self.args, self.model)
+        if _internal_call or (dtype is None and not is_fsdp2(self)):
+            super().save_model(output_dir, _internal_call)
+            return
+        save_final_model(self, Path(output_dir or self.args.output_dir), dtype)
+        if self.args.push_to_hub:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    # ---- resuming ---------------------------------------------------------------------------------------------------
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Also a sharded checkpoint into a model that is not sharded."""
+        if self.is_fsdp_enabled or not is_sharded(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            load_sharded_weights(self.model if model is None else model, Path(resume_from_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Also a sharded optimizer state into one that is not sharded."""
+        if self.is_fsdp_enabled or checkpoint is None or not is_sharded(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+        else:
+            load_sharded_optimizer(self.model, self.optimizer, self.lr_scheduler, Path(checkpoint))
+
+    def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
+        """Trainer's count of target tokens over all ranks, with their stop flags riding on it."""
+        with self.stop_signal.riding_on(self.accelerator):
+            return super()._get_num_items_in_batch(batch_samples, device)
+
+
+class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
+    """Looks for room before the first step, and turns a signal into a last checkpoint and an end.
+
+    Args:
+        trainer: its trainer.
+    """
+
+    def __init__(self, trainer: SafeCheckpoints) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Refuse a run whose first checkpoint has no room: better now than at its end."""
+        if args.save_strategy != SaveStrategy.NO:
+            agree(self._look_for_room)
+
+    def _look_for_room(self) -> None:
+        args = self._trainer.args
+        if args.should_save:
+            self._trainer.require_checkpoint_space(Path(args.output_dir))
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Save and stop where any rank was told to, at the same step on all of them."""
+        signal = self._trainer.stop_signal
+        if state.global_step < state.max_steps and signal.agreed(meets_anyway=control.should_log):
+            signal.note_stop()
+            # Evaluation would take of the time until the process is killed.
+            control.should_save, control.should_log, control.should_evaluate = True, True, False
+            control.should_training_stop = True
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """No second save or evaluation behind the last one."""
+        if self._trainer.stopped_by is not None:
+            control.should_save = control.should_evaluate = False
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Say how the run ended."""
+        if self._trainer.stopped_by is not None and args.process_index == 0:
+            logger.warning(
+                "%s: stopped after step %d of %d, checkpoint-%d is complete; go on with resume_from_checkpoint=True",
+                self._trainer.stopped_by, state.global_step, state.max_steps, state.global_step,
+            )  # fmt: skip

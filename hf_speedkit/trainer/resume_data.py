@@ -1,0 +1,85 @@
+"""A resumed run sees the documents the saved one would have seen, or it does not start.
+
+The Trainer skips as many batches as the saved run took, whatever is in them now: with other data or other packing some
+documents would be trained on twice and others never.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hf_speedkit.core.errors import PackingError
+
+if TYPE_CHECKING:
+    from transformers import TrainerState
+
+    from hf_speedkit.packing.sampler import PackedBatchSampler
+
+logger = logging.getLogger(__name__)
+
+# In TrainerState.stateful_callbacks, like the token totals (see saved_totals).
+ORDER_KEY = "hf_speedkit.order"
+DATA_KEY = "hf_speedkit.documents"
+_SAMPLED_DOCUMENTS = 64
+GO_ON = "ignore_data_skip=True goes on from the saved weights and begins the documents anew"
+
+
+def compare_documents(state: TrainerState, sampler: PackedBatchSampler | None, dataset: Any, *, ignore: bool) -> None:
+    """Refuse a resume that would see other documents or another order, and note this run's for its checkpoints.
+
+    Args:
+        state: the Trainer's state, as the checkpoint left it; nothing is compared at step 0.
+        sampler: this run's sampler; None where documents are not packed by one.
+        dataset: its documents.
+        ignore: the user asked to start the data anew (`ignore_data_skip`).
+
+    Raises:
+        PackingError: names what differs, how to mend it and how to go on.
+    """
+    if sampler is None:
+        return
+    document_sample = digest(dataset[index] for index in sampled(len(dataset)))
+    saved = state.stateful_callbacks.get(ORDER_KEY)
+    if state.global_step and not ignore:
+        if isinstance(saved, dict):
+            sampler.load_state_dict(saved)
+            refuse_other_documents(state.stateful_callbacks.get(DATA_KEY), document_sample)
+        else:
+            logger.warning("the checkpoint does not say which documents it has seen: nothing could be compared")
+    state.stateful_callbacks[ORDER_KEY] = sampler.state_dict()
+    state.stateful_callbacks[DATA_KEY] = document_sample
+
+
+def refuse_other_documents(saved: object, now: str) -> None:
+    """Refuse documents that are not those of the saved run; without a saved digest nothing is compared.
+
+    Raises:
+        PackingError: they differ.
+    """
+    if saved is not None and saved != now:
+        raise PackingError(
+            "the resumed run would train on other documents",
+            evidence=("their lengths agree, their tokens or targets do not (a sample was compared)",),
+            mend="resume with the data, chat template and masks of the saved run",
+            regardless=GO_ON,
+        )
+
+
+def sampled(count: int) -> list[int]:
+    """Up to 64 indices, evenly spaced over `count` documents."""
+    return sorted({int(index) for index in np.linspace(0, count - 1, num=min(count, _SAMPLED_DOCUMENTS))})
+
+
+def digest(documents: Iterable[Mapping[str, Any]]) -> str:
+    """A checksum of documents' tokens and labels."""
+    found = hashlib.sha256()
+    for document in documents:
+        for column in ("input_ids", "labels"):
+            values = np.asarray(document.get(column, ()), dtype=np.int64)
+            found.update(len(values).to_bytes(8, "little") + values.tobytes())
+    return found.hexdigest()

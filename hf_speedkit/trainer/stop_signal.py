@@ -1,0 +1,140 @@
+"""A signal to end (a spot node going away, a time limit) that all ranks obey at the same step.
+
+Each rank that is told to end adds a flag to a number that all ranks exchange in every step anyway: the count of target
+tokens that the loss is divided by. No collective is added and no queue is drained.
+
+transformers 5.23 has `enable_jit_checkpoint` for this (trainer_jit_checkpoint.py). It holds for one process only: every
+rank waits three seconds by a clock of its own and saves at whichever hook comes next, so two ranks may save at two
+different steps, inside collectives that do not match.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+
+from hf_speedkit.core.errors import ConfigurationError
+
+# Counts of target tokens stay far below: 2**40 of them in one step would be 4 TiB of ids.
+_FLAG_BIT = 40
+
+
+class StopSignal:
+    """Remembers that this process was told to end, and finds out at which step all ranks know.
+
+    Args:
+        names: signals to listen to, such as "SIGTERM"; none for no listening.
+
+    Raises:
+        ConfigurationError: a name that is no signal.
+    """
+
+    def __init__(self, names: Sequence[str] | None) -> None:
+        self._numbers = [_number(name) for name in names or ()]
+        self.received: str | None = None
+        """The signal that this process got."""
+        self.stopped_by: str | None = None
+        """What ended training; set on all ranks at the same step."""
+        self._flags: torch.Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
+
+    @contextmanager
+    def installed(self, wanted: bool = True) -> Iterator[None]:
+        """Listen while training runs. A handler that somebody else has set is left alone.
+
+        A repeated signal changes nothing: torchrun and Slurm may both deliver one.
+        """
+        self.received = self.stopped_by = self._flags = self._arrived = None
+        # Python allows handlers in the main thread only.
+        main_thread = threading.current_thread() is threading.main_thread()
+        numbers = self._numbers if wanted and main_thread else []
+        free = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+        for number in free:
+            signal.signal(number, self._receive)
+        try:
+            yield
+        finally:
+            for number in free:
+                signal.signal(number, signal.SIG_DFL)
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        self.received = self.received or signal.Signals(number).name
+
+    @contextmanager
+    def riding_on(self, accelerator: Any) -> Iterator[None]:
+        """Let the flags of all ranks travel with the numbers that `accelerator.gather` exchanges inside the block.
+
+        Trainer (5.23, trainer.py:2342) sums what it gathers at once and divides it, and offers no hook between; so the
+        instance's `gather` is wrapped for the time of that call.
+        """
+        if accelerator.num_processes == 1 or not self._numbers:
+            yield
+            return
+        original = accelerator.gather
+
+        def gather(counts: torch.Tensor) -> torch.Tensor:
+            flag = 0 if self.received is None else 1 << _FLAG_BIT
+            gathered: torch.Tensor = original(counts.long() + flag)
+            self._keep((gathered >> _FLAG_BIT).sum())
+            return (gathered & ((1 << _FLAG_BIT) - 1)).to(counts.dtype)
+
+        accelerator.gather = gather
+        try:
+            yield
+        finally:
+            del accelerator.gather  # the class's method shows again
+
+    def _keep(self, flags: torch.Tensor) -> None:
+        """Send the flags to the host without waiting for them."""
+        if self._flags is None:
+            self._flags = torch.zeros((), dtype=torch.int64, pin_memory=flags.is_cuda)
+        self._flags.copy_(flags, non_blocking=True)
+        if flags.is_cuda:
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    def agreed(self, *, meets_anyway: bool = False) -> bool:
+        """Whether any rank was told to end; all ranks get the same answer when they ask at the same step's end.
+
+        Args:
+            meets_anyway: the ranks read numbers from one another at this step in any case (a logging step). Used where
+                nothing is exchanged in every step: `average_tokens_across_devices=False`, or a model that takes no
+                loss arguments.
+
+        Cost: on a GPU the host waits until the device has begun this step, while the whole step is queued behind: the
+        device does not run dry. It waits at all only where it is more than a step ahead.
+        """
+        import torch.distributed as dist
+
+        if not self._numbers:
+            return False
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return self.received is not None
+        if self._flags is not None:
+            if self._arrived is not None:
+                self._arrived.synchronize()  # see "Cost"
+            return bool(self._flags.numpy() > 0)  # host memory: nothing is read from the device
+        if not meets_anyway:
+            return False
+        told: list[bool] = [False] * dist.get_world_size()
+        dist.all_gather_object(told, self.received is not None)
+        return any(told)
+
+    def note_stop(self) -> None:
+        """Training ends here."""
+        self.stopped_by = self.received or "a signal on another rank"
+
+
+def _number(name: str) -> signal.Signals:
+    try:
+        return signal.Signals[name]
+    except KeyError:
+        raise ConfigurationError(
+            f"stop_signals: {name!r} is no signal of this system", mend='stop_signals: ["SIGTERM", "SIGUSR1"]'
+        ) from None
