@@ -20,7 +20,7 @@ from hf_speedkit.trainer.adapters import adapter_config, require_adapters
 from hf_speedkit.trainer.hardware import exit_with, require_hardware
 from hf_speedkit.trainer.job_settings import options, settings, without_option
 from hf_speedkit.trainer.launching import announce_sharding
-from hf_speedkit.trainer.machine import let_idle_threads_sleep, use_all_cores
+from hf_speedkit.trainer.machine import prepare_process, use_all_cores
 from hf_speedkit.trainer.trackers import require_trackers
 
 HERE = Path(__file__).resolve().parent
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> None:
         require_trackers(job)
         require_adapters(job)
         announce_sharding(job)
-    let_idle_threads_sleep()
+    prepare_process()
     recipe, args, model_args = parse(config, argv)
 
     from datasets import load_dataset
