@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 from hf_speedkit.core.bench_records import BenchResult, bench_result, is_bench, missing_provenance
-from hf_speedkit.core.bench_table import SPEED, BenchRow, Spread, by_workload, rows
+from hf_speedkit.core.bench_table import SPEED, BenchRow, Spread, by_workload, device_groups, rows
 from hf_speedkit.core.errors import BenchError
 from hf_speedkit.core.plot import Scale, number, pixel, rounded_up, ticks
 
@@ -59,6 +59,8 @@ def markdown(results: Sequence[BenchResult], *, wide: bool = True) -> str:
     """
     found = rows(results)
     parts = [_table(workload, of, wide) for workload, of in by_workload(found).items()]
+    if wide:
+        parts += [_groups(workload, of) for workload, of in device_groups(results).items()]
     parts.append(_footer(results, found))
     return "\n\n".join(parts) + "\n"
 
@@ -97,11 +99,13 @@ _TABLE: Mapping[str, Callable[[BenchRow], str]] = {
     "device ms": _of("device_time_s", 0, factor=1000),
     "data wait ms": _of("data_wait_s", 1, factor=1000),
     "real / slots": _of("packing_efficiency", 2),
+    "start-up s": _of("startup_s", 1),
+    "first step s": _of("first_step_s", 1),
     "peak GiB": _of("peak_memory_gib", 1),
     "GPU util. %": _of("gpu_utilization", 0),
     "W": _of("gpu_power_w", 0),
 }
-_LEFT_OUT = ("step ms", "data wait ms", "host waits a step")
+_LEFT_OUT = ("step ms", "data wait ms", "host waits a step", "start-up s", "first step s")
 
 
 def _table(workload: str, found: Sequence[BenchRow], wide: bool) -> str:
@@ -114,6 +118,20 @@ def _table(workload: str, found: Sequence[BenchRow], wide: bool) -> str:
         times = f"{row.speed / first:.2f}" if first else ""
         cells = [row.name, str(row.runs), _speed(row), times, *(column[index] for column in shown.values())]
         lines.append(" | ".join(cells))
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def _groups(workload: str, by_name: Mapping[str, Mapping[str, float]]) -> str:
+    """Where the device's time goes: groups of kernels by row, what was measured by column."""
+    totals = {group: 0.0 for groups in by_name.values() for group in groups}
+    for groups in by_name.values():
+        for group, seconds in groups.items():
+            totals[group] += seconds
+    heads = [f"`{workload}`: device ms of the traced step", *by_name]
+    lines = [" | ".join(heads), " | ".join(["---", *("--:" for _ in by_name)])]
+    for group in sorted(totals, key=lambda one: -totals[one]):
+        cells = (f"{groups[group] * 1000:,.1f}" if group in groups else "" for groups in by_name.values())
+        lines.append(" | ".join([group, *cells]))
     return "\n".join(f"| {line} |" for line in lines)
 
 

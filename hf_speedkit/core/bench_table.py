@@ -108,6 +108,25 @@ def gpu_mean(result: BenchResult, name: str) -> float | None:
     return fmean(found[1:] or found) if found else None
 
 
+def device_groups(results: Iterable[BenchResult]) -> dict[str, dict[str, dict[str, float]]]:
+    """Device seconds of a traced step by workload, name and group; of each name, its first traced run."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for result in results:
+        if result.device_groups_s:
+            found.setdefault(result.workload, {}).setdefault(result.name, dict(result.device_groups_s))
+    return found
+
+
+def first_step_s(result: BenchResult) -> float | None:
+    """Time of the first step: what is compiled or tuned only when training runs shows here."""
+    return result.steps[0].step_time_s if result.steps else None
+
+
+def startup_s(result: BenchResult) -> float | None:
+    """Time of the proofs before step 1, compilation included; None where nothing was proven."""
+    return sum(result.startup_s.values()) if result.startup_s else None
+
+
 def _rate(key: str) -> Callable[[BenchResult], float | None]:
     return lambda result: result.rates.get(f"speed/{key}")
 
@@ -133,6 +152,8 @@ COLUMNS: Mapping[str, Callable[[BenchResult], float | None]] = {
     "data_wait_s": _rate("data_wait_s"),
     "device_wait_s": _rate("device_wait_s"),
     "packing_efficiency": _efficiency,
+    "startup_s": startup_s,
+    "first_step_s": first_step_s,
     "peak_memory_gib": lambda result: result.peak_memory_gib,
     "gpu_utilization": _gpu("utilization"),
     "gpu_power_w": _gpu("power_w"),

@@ -1,6 +1,7 @@
 """`hf-speedkit report` on results of benches."""
 
 import json
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -37,6 +38,16 @@ def test_a_table_with_median_spread_and_gain(folder):
 
 def test_columns_that_nothing_was_measured_for_are_left_out(folder):
     assert "launches" not in report(folder).output
+
+
+def test_a_traced_step_shows_where_the_devices_time_goes(tmp_path):
+    for name, groups in (("trl", {"GEMM": 0.4, "copy": 0.1}), ("speedkit", {"GEMM": 0.3})):
+        result = replace(bench(name=name), device_groups_s=groups)
+        (tmp_path / f"{name}.json").write_text(as_text(result))
+    shown = report(tmp_path).output
+    assert "| `w`: device ms of the traced step | speedkit | trl |" in shown
+    assert "| GEMM | 300.0 | 400.0 |" in shown
+    assert "| copy |  | 100.0 |" in shown
 
 
 def test_the_document_keeps_what_is_around_its_table(folder):
