@@ -16,7 +16,13 @@ not change their meaning between releases. What was not measured is left out of 
 **Words.** A *document* is one training example in a packed row. *Slots* are positions computed, padding included.
 *Real tokens* are slots that hold a document's token. *Target tokens* are labels that enter the loss. A *window* is
 the optimizer steps since the previous logging step; its *steady* steps are those that nothing excluded: not the first
-of a session, not warm-up (compilation, autotuning), not traced.
+of a session, not warm-up (compilation, autotuning), not traced, not counted. The *counted* step is one in
+`count_launches_every` that CUPTI records; its keys stand in the row of the window that holds it.
+
+**The step adds up.** `part_data_wait_s + part_host_only_s + part_overlapped_s + part_device_only_s +
+part_exposed_comm_s` is the time of the counted step. A part of 10 % or more of it limits the run, and the console
+says so once: input-bound, host-bound or communication-bound; else the run is device-bound. Work of the host that is
+hidden under a busy device costs nothing and is in no part.
 
 **Why GPU utilisation is never shown alone.** NVML's utilisation is the share of samples in which any kernel was
 running. A slow kernel, a kernel on padding and a fast kernel on real tokens all count the same.

@@ -99,3 +99,30 @@ def steady_trace(*, kernels: int, kernel_us: float, every_us: float, latency_us:
         trace.launch(at + 0.1, "void at::native::vectorized_elementwise_kernel<4>", start, kernel_us, call_dur=1)
         free = start + kernel_us
     return trace
+
+
+class FakeProfiler:
+    """What torch's profiler does, without a device."""
+
+    def __init__(self, trace=None, *, fails=None):
+        self.trace = trace
+        self.fails = fails
+        self.done = []
+
+    def _step(self, name):
+        self.done.append(name)
+        if name == self.fails:
+            raise RuntimeError("CUPTI_ERROR_NOT_INITIALIZED\nmore")
+
+    def prepare_trace(self):
+        self._step("prepare")
+
+    def start_trace(self):
+        self._step("start")
+
+    def stop_trace(self):
+        self._step("stop")
+
+    def export_chrome_trace(self, path):
+        with Path(path).open("w") as file:
+            file.write(self.trace.text())

@@ -103,12 +103,15 @@ def _charts(runs: Sequence[RunReport]) -> list[list[Chart]]:
     """Chart by chart, one of each run, those of a row on the same scale; rows without any value left out."""
     rows = [_speed(runs), _parts(runs)]
     rows += [
-        _plain(runs, "Model FLOPs utilisation (MFU)", "% of peak", ("mfu",)),
+        _plain(runs, "FLOP utilisation (MFU, HFU, OFU)", "% of peak", _FLOPS),
         _plain(runs, "GPU memory in use", "GiB", ("memory",)),
         _plain(runs, "Loss", "nats", ("loss", "eval_loss"), from_zero=False),
         _plain(runs, "GPU power", "W", ("power",)),
     ]
     return [row for row in rows if any(chart.curves or chart.parts for chart in row)]
+
+
+_FLOPS = ("mfu", "hfu", "ofu")
 
 
 def _speed(runs: Sequence[RunReport]) -> list[Chart]:
@@ -162,7 +165,7 @@ def _plain(
 ) -> list[Chart]:
     values = _all(runs, names)
     bottom, top = (0.0, axis_top(values)) if from_zero else axis_range(values)
-    styles = ("plain", "other")
+    styles = ("plain", "other", "third")
     return [
         Chart(
             title=title,
@@ -210,7 +213,13 @@ _FACTS: tuple[tuple[str, Callable[[RunReport], str | None]], ...] = (
     ("packing efficiency", lambda run: _percent(run.packing_efficiency)),
     ("mean step time", lambda run: _rate(run, "speed/step_time_s", "s")),
     ("of it data wait", lambda run: _rate(run, "speed/data_wait_s", "s")),
+    ("what limits a step", lambda run: _limits(run)),
     ("MFU", lambda run: _rate(run, "speed/mfu", "%")),
+    ("HFU, recompute added", lambda run: _rate(run, "speed/hfu", "%")),
+    ("OFU, by hardware counter", lambda run: _rate(run, "speed/ofu", "%")),
+    ("launches a step", lambda run: _counted(run, "speed/launches", "")),
+    ("device busy in a step", lambda run: _counted(run, "speed/device_busy_s", "s")),
+    ("host waiting in a step", lambda run: _counted(run, "speed/host_wait_s", "s")),
     ("GPU utilisation", lambda run: _rate(run, "speed/gpu_utilization", "%")),
     ("GPU memory", lambda run: _rate(run, "speed/gpu_memory_gib", "GiB")),
     ("loss, first to last window", lambda run: _loss(run)),
@@ -231,7 +240,8 @@ _FACTS: tuple[tuple[str, Callable[[RunReport], str | None]], ...] = (
 def _header(run: RunReport) -> str:
     facts = [(name, value) for name, value in ((name, fact(run)) for name, fact in _FACTS) if value is not None]
     cells = "".join(f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in facts)
-    notes = "".join(f'<p class="soft">{text(note)}</p>' for note in run.notes)
+    said = [f"{one.message} {'; '.join(one.evidence)}" for one in (run.limits.last, run.limits.flop_gap) if one]
+    notes = "".join(f'<p class="soft">{text(note)}</p>' for note in (*said, *run.notes))
     where = "".join(f'<p class="env">{text(_environment(one))}</p>' for one in run.environments)
     return f'<div class="card"><dl class="facts">{cells}</dl></div>{where}{notes}'
 
@@ -260,6 +270,17 @@ def _environment(environment: Environment) -> str:
 def _rate(run: RunReport, key: str, unit: str) -> str | None:
     value = run.rates.get(key)
     return None if value is None else f"{number(value)} {unit}".rstrip()
+
+
+def _counted(run: RunReport, key: str, unit: str) -> str | None:
+    value = run.limits.counted.get(key)
+    return None if value is None else f"{number(value)} {unit}".rstrip()
+
+
+def _limits(run: RunReport) -> str | None:
+    windows = sorted(run.limits.windows.items(), key=lambda pair: -pair[1])
+    named = [f"{rule.replace('_bound', '').replace('_', ' ')} ({count:,} windows)" for rule, count in windows]
+    return ", ".join(named) or None
 
 
 def _percent(share: float | None) -> str | None:

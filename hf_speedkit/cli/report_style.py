@@ -66,7 +66,7 @@ svg text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;fill:var
 .line{fill:none;stroke:currentColor;stroke-width:2;stroke-linejoin:round;stroke-linecap:butt}
 .real{color:var(--real)}.slots{color:var(--slots)}.util{color:var(--util)}
 .line.slots{stroke-width:5}.line.device{stroke-width:1.5}
-.plain{color:#1f5fbf}.device{color:#111}.other{color:#b565c9}
+.plain{color:#1f5fbf}.device{color:#111}.other{color:#b565c9}.third{color:#2e8b57}
 .r0{color:#1f5fbf}.r1{color:#d9600d}.r2{color:#2e8b57}.r3{color:#7b3fa0}.r4{color:#c0392b}.r5{color:#12908e}.r6{
 color:#8c6d46}.r7{color:#5b6675}
 .bar{fill:currentColor;stroke:none}

@@ -19,6 +19,9 @@ _ADA = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-a
 _RTX_BLACKWELL = (
     "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf"
 )
+# "NVIDIA H100 Tensor Core GPU Architecture", table 2: boost clock for tensor core operations 1,830 MHz (SXM5),
+# 1,620 MHz (PCIe). It agrees with the peak: 132 SMs x 4,096 FLOP per clock x 1,830 MHz = 989.4 TFLOP/s.
+_HOPPER_SXM_CLOCK, _HOPPER_PCIE_CLOCK = 1830.0, 1620.0
 _INSTINCT = "https://www.amd.com/en/products/accelerators/instinct"
 
 
@@ -32,12 +35,14 @@ class Device:
             without tensor cores or is not published.
         bandwidth_gb_per_s: peak memory bandwidth, 10**9 bytes a second.
         source: where the numbers stand.
+        tensor_clock_mhz: SM clock at which the tensor peaks are stated; None where the maker does not say.
     """
 
     name: str
     tflops: Mapping[str, float]
     bandwidth_gb_per_s: float
     source: str
+    tensor_clock_mhz: float | None = None
 
 
 def _tensor(half: float, tf32: float | None, float32: float, float8: float | None = None) -> dict[str, float]:
@@ -51,21 +56,35 @@ _AMPERE = _tensor(312.0, 156.0, 19.5)
 _CDNA3 = _tensor(1307.4, 653.7, 163.4, 2614.9)
 
 DEVICES: tuple[Device, ...] = (
-    Device(name=r"NVIDIA H100 80GB HBM3", tflops=_HOPPER_SXM, bandwidth_gb_per_s=3350, source=_H100),
+    Device(
+        name=r"NVIDIA H100 80GB HBM3",
+        tflops=_HOPPER_SXM,
+        bandwidth_gb_per_s=3350,
+        source=_H100,
+        tensor_clock_mhz=_HOPPER_SXM_CLOCK,
+    ),
     Device(name=r"NVIDIA H100 NVL", tflops=_HOPPER_NVL, bandwidth_gb_per_s=3900, source=_H100),
     Device(
         name=r"NVIDIA H100 PCIe",
         tflops=_tensor(756.5, 378.0, 51.0, 1513.0),
         bandwidth_gb_per_s=2000,
         source="https://resources.nvidia.com/en-us-gpu-resources/h100-datasheet-24306",
+        tensor_clock_mhz=_HOPPER_PCIE_CLOCK,
     ),
-    Device(name=r"NVIDIA H200", tflops=_HOPPER_SXM, bandwidth_gb_per_s=4800, source=_H200),
+    Device(
+        name=r"NVIDIA H200",
+        tflops=_HOPPER_SXM,
+        bandwidth_gb_per_s=4800,
+        source=_H200,
+        tensor_clock_mhz=_HOPPER_SXM_CLOCK,
+    ),
     Device(name=r"NVIDIA H200 NVL", tflops=_HOPPER_NVL, bandwidth_gb_per_s=4800, source=_H200),
     Device(
         name=r"NVIDIA GH200 480GB",
         tflops=_HOPPER_SXM,
         bandwidth_gb_per_s=4000,
         source="https://www.nvidia.com/en-us/data-center/grace-hopper-superchip/",
+        tensor_clock_mhz=_HOPPER_SXM_CLOCK,
     ),
     Device(
         name=r"NVIDIA B200", tflops=_tensor(2250.0, 1100.0, 80.0, 4500.0), bandwidth_gb_per_s=8000, source=_BLACKWELL
@@ -160,6 +179,12 @@ def peak_tflops(name: str, dtype: str) -> float | None:
     """
     device = find_device(name)
     return None if device is None else device.tflops.get(dtype.removeprefix("torch."))
+
+
+def tensor_clock_mhz(name: str) -> float | None:
+    """SM clock at which the tensor peaks of one GPU are stated; None where that is not in the table."""
+    device = find_device(name)
+    return None if device is None else device.tensor_clock_mhz
 
 
 def bandwidth_gb_per_s(name: str) -> float | None:

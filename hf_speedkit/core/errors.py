@@ -72,6 +72,10 @@ class CheckpointError(SpeedkitError, RuntimeError):
     """A checkpoint that cannot be written, or one that must not be trained on."""
 
 
+class NonFiniteError(SpeedkitError, ArithmeticError):
+    """A loss or gradient became NaN or infinite, and training was stopped."""
+
+
 class TraceError(SpeedkitError, ValueError):
     """A trace file that cannot be read or does not hold what was asked for."""
 

@@ -2,7 +2,8 @@
 
 What is counted: forward and backward of matrix products, one multiply-add = 2 FLOPs; attention by the positions a token
 may see in its own document; the recurrence of gated linear attention; never padding, never recompute, nothing
-element-wise. Divided by time and peak this is MFU.
+element-wise. Divided by time and peak this is MFU. What activation checkpointing computes once more is counted apart
+(`ModelFlops.recomputed`), by the parts of a layer that are computed again; added, it gives HFU.
 
 Per token and forward, with H the hidden size: a linear map of n inputs and m outputs costs 2nm. Attention costs
 4 x heads x head_dim for every (query, key) pair: a document of length L has L(L+1)/2 causal pairs. The gated delta rule
@@ -15,8 +16,8 @@ only the gradient of its input.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hf_speedkit.core.records import TokenCounts
@@ -29,31 +30,72 @@ HYBRID = frozenset({"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"})
 FAMILIES = DENSE | SPARSE | HYBRID
 """Values of `model_type` whose formula is compared with torch's FlopCounterMode in tests/core/test_flops.py."""
 
+_NORM_AFTER = frozenset({"gemma2", "gemma3_text", "olmo2"})
+"""Families with a norm behind the feed-forward block: its output is needed again in backward."""
+
+Part = Literal[
+    "attention_projections",
+    "attention",
+    "linear_attention_projections",
+    "linear_attention",
+    "feed_forward",
+    "feed_forward_output",
+    "adapters",
+    "head",
+]
+"""What can be computed a second time: query, key, value and output projections; the pairs of softmax attention;
+projections of linear attention; its convolution and recurrence; gate, up and router (of sparse blocks the experts
+too); the down projection of dense blocks; low-rank adapters; the map to the vocabulary."""
+
+LAYER_PARTS: frozenset[Part] = frozenset(
+    {
+        "attention_projections",
+        "attention",
+        "linear_attention_projections",
+        "linear_attention",
+        "feed_forward",
+        "adapters",
+    }
+)
+"""What torch's non-reentrant checkpointing of whole decoder layers computes again: all of a layer but a down projection
+at its end, whose output nothing in backward needs, so that torch stops before it (early stop, the default)."""
+
+REENTRANT_PARTS: frozenset[Part] = LAYER_PARTS | {"feed_forward_output"}
+"""The same for reentrant checkpointing, which runs layers to their end."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFlops:
     """Forward FLOPs of a model, in the parts that scale differently.
 
     Args:
-        linear_per_token: linear maps of the layers.
+        linear_per_token: linear maps of the layers, the next three included; the rest are attention's projections.
+        delta_linear_per_token: projections of linear attention.
+        feed_forward_per_token: gate, up and router, and experts; of blocks with a norm behind them the output as well.
+        feed_forward_output_per_token: down projections at the end of a layer.
         head_per_token: the map to the vocabulary.
         core_per_token: convolutions and recurrences of linear attention.
         per_pair: attention, per (query, key) pair, summed over the layers without a window.
         per_pair_in_window: the same of layers with a sliding window, by window size.
         adapter_per_token: trained low-rank adapters beside frozen linear maps.
         frozen: the weights of layers and head are not trained.
-        head_on: whether the head runs on every real token or on target tokens only (TRL's fused head).
+        head_on: whether the head runs on every real token or on target tokens only (TRL's fused head, and ours).
+        head_again: whether backward makes the head's product once more, as TRL's fused head does.
         causal: count the pairs a causal mask leaves; False counts all L x L, which eager attention computes.
     """
 
     linear_per_token: float
     head_per_token: float
+    delta_linear_per_token: float = 0.0
+    feed_forward_per_token: float = 0.0
+    feed_forward_output_per_token: float = 0.0
     core_per_token: float = 0.0
     per_pair: float = 0.0
     per_pair_in_window: tuple[tuple[int, float], ...] = ()
     adapter_per_token: float = 0.0
     frozen: bool = False
     head_on: Head = "real"
+    head_again: bool = False
     causal: bool = True
 
     def training(self, lengths: Sequence[int], *, target: int | None = None) -> float:
@@ -70,31 +112,79 @@ class ModelFlops:
             raise ValueError("this model's head runs on target tokens only: pass target=")
         squared = sum(length * length for length in lengths)
         windowed = sum(
-            per_pair * sum(_pairs_in_window(length, window, self.causal) for length in lengths)
+            per_pair * sum(pairs_in_window(length, window, causal=self.causal) for length in lengths)
             for window, per_pair in self.per_pair_in_window
         )
         return self._training(sum(lengths), squared, target or 0) + 3 * windowed
 
+    @property
+    def window(self) -> int | None:
+        """The sliding window that `TokenCounts.window_pairs` must be of; None where layers have none, or several."""
+        return self.per_pair_in_window[0][0] if len(self.per_pair_in_window) == 1 else None
+
     def __call__(self, counts: TokenCounts) -> float | None:
         """Forward and backward FLOPs of counted tokens; None where the counts do not say enough.
 
-        They do not where real, target (if the head needs it) or squared lengths are unknown, nor for a sliding window,
-        whose cost is no function of the squared lengths: use `training` there.
+        They do not where real, target (if the head needs it) or squared lengths are unknown, nor, for layers with a
+        sliding window, where the pairs inside it were not counted.
         """
-        if counts.real is None or counts.squared_lengths is None or self.per_pair_in_window:
+        windowed = self._windowed(counts)
+        if counts.real is None or counts.squared_lengths is None or windowed is None:
             return None
         if self.head_on == "target" and counts.target is None:
             return None
-        return self._training(counts.real, counts.squared_lengths, counts.target or 0)
+        return self._training(counts.real, counts.squared_lengths, counts.target or 0) + 3 * windowed
+
+    def recomputed(self, counts: TokenCounts, parts: Collection[Part]) -> float | None:
+        """FLOPs of computing parts of the forward pass once more; None where the counts do not say enough.
+
+        Args:
+            counts: as for a call.
+            parts: what is computed again: `LAYER_PARTS` for full checkpointing, less what a selective policy keeps.
+
+        Raises:
+            ValueError: a part that is none.
+        """
+        unknown = sorted(set(parts) - REENTRANT_PARTS - {"head"})
+        if unknown:
+            raise ValueError(f"not a part of a model: {', '.join(unknown)}")
+        windowed = self._windowed(counts)
+        if counts.real is None or counts.squared_lengths is None or windowed is None:
+            return None
+        head_tokens = counts.real if self.head_on == "real" else counts.target
+        if "head" in parts and head_tokens is None:
+            return None
+        blocks = self.feed_forward_per_token + self.feed_forward_output_per_token
+        costs: dict[Part, float] = {
+            "attention_projections": (self.linear_per_token - self.delta_linear_per_token - blocks) * counts.real,
+            "attention": self.per_pair * self._pairs(counts.real, counts.squared_lengths) + windowed,
+            "linear_attention_projections": self.delta_linear_per_token * counts.real,
+            "linear_attention": self.core_per_token * counts.real,
+            "feed_forward": self.feed_forward_per_token * counts.real,
+            "feed_forward_output": self.feed_forward_output_per_token * counts.real,
+            "adapters": self.adapter_per_token * counts.real,
+            "head": self.head_per_token * (head_tokens or 0),
+        }
+        return sum(costs[part] for part in set(parts))
+
+    def _windowed(self, counts: TokenCounts) -> float | None:
+        """Forward FLOPs of attention inside a sliding window."""
+        if not self.per_pair_in_window:
+            return 0.0
+        if self.window is None or counts.window_pairs is None or not self.causal:
+            return None
+        return self.per_pair_in_window[0][1] * counts.window_pairs
+
+    def _pairs(self, tokens: int, squared: int) -> float:
+        return (squared + tokens) / 2 if self.causal else squared
 
     def _training(self, tokens: int, squared: int, target: int) -> float:
         passes = 2 if self.frozen else 3
-        pairs = (squared + tokens) / 2 if self.causal else squared
         head_tokens = tokens if self.head_on == "real" else target
         return (
             passes * (self.linear_per_token * tokens + self.head_per_token * head_tokens)
             + 3 * (self.core_per_token + self.adapter_per_token) * tokens
-            + 3 * self.per_pair * pairs
+            + 3 * self.per_pair * self._pairs(tokens, squared)
         )
 
 
@@ -105,6 +195,7 @@ def model_flops(
     causal: bool = True,
     frozen: bool = False,
     adapter_parameters: int = 0,
+    layers: Collection[int] | None = None,
 ) -> ModelFlops | None:
     """The FLOPs of a model by its configuration.
 
@@ -114,6 +205,7 @@ def model_flops(
         causal: see `ModelFlops`.
         frozen: only adapters are trained.
         adapter_parameters: trained adapter weights, each used once per token.
+        layers: indices of the decoder layers to count; None for all.
 
     Returns:
         None for a model_type that is not in `FAMILIES`, or whose configuration lacks a number: no guess.
@@ -123,9 +215,10 @@ def model_flops(
     if numbers.get("model_type") not in FAMILIES:
         return None
     try:
-        return _from_numbers(numbers, head_on=head_on, causal=causal, frozen=frozen, adapters=adapter_parameters)
+        found = _from_numbers(numbers, head_on=head_on, causal=causal, wanted=layers)
     except _MissingError:
         return None
+    return replace(found, frozen=frozen, adapter_per_token=2.0 * adapter_parameters)
 
 
 class _MissingError(Exception):
@@ -133,19 +226,23 @@ class _MissingError(Exception):
 
 
 def _from_numbers(
-    config: Mapping[str, object], *, head_on: Head, causal: bool, frozen: bool, adapters: int
+    config: Mapping[str, object], *, head_on: Head, causal: bool, wanted: Collection[int] | None
 ) -> ModelFlops:
     layers = _number(config, "num_hidden_layers")
     kinds = config.get("layer_types") or [_default_kind(config)] * layers
     if not isinstance(kinds, Sequence) or len(kinds) != layers:
         raise _MissingError
-    linear = core = per_pair = 0.0
+    linear = delta = blocks = outputs = core = per_pair = 0.0
     windows: dict[int, float] = {}
     for index, kind in enumerate(kinds):
-        linear += _feed_forward(config, index)
+        if wanted is not None and index not in wanted:
+            continue
+        block, output = _feed_forward(config, index)
+        blocks += block
+        outputs += output
         if kind == "linear_attention":
             layer_linear, layer_core = _delta_rule(config)
-            linear += layer_linear
+            delta += layer_linear
             core += layer_core
             continue
         layer_linear, layer_per_pair = _attention(config)
@@ -158,13 +255,14 @@ def _from_numbers(
         else:
             raise _MissingError
     return ModelFlops(
-        linear_per_token=linear,
+        linear_per_token=linear + delta + blocks + outputs,
+        delta_linear_per_token=delta,
+        feed_forward_per_token=blocks,
+        feed_forward_output_per_token=outputs,
         head_per_token=2.0 * _number(config, "hidden_size") * _number(config, "vocab_size"),
         core_per_token=core,
         per_pair=per_pair,
         per_pair_in_window=tuple(sorted(windows.items())),
-        adapter_per_token=2.0 * adapters,
-        frozen=frozen,
         head_on=head_on,
         causal=causal,
     )
@@ -200,17 +298,21 @@ def _delta_rule(config: Mapping[str, object]) -> tuple[float, float]:
     return linear, core
 
 
-def _feed_forward(config: Mapping[str, object], layer: int) -> float:
-    """FLOPs per token of one gated feed-forward block, of its active experts where it is sparse."""
+def _feed_forward(config: Mapping[str, object], layer: int) -> tuple[float, float]:
+    """FLOPs per token of one gated feed-forward block, of its active experts where it is sparse.
+
+    The second number is the down projection of a dense block that nothing but the residual sum follows.
+    """
     hidden = _number(config, "hidden_size")
     experts = _optional(config, "num_experts") or _optional(config, "num_local_experts")
     if not experts or not _is_sparse(config, layer):
-        return 6.0 * hidden * _number(config, "intermediate_size")
+        one = 2.0 * hidden * _number(config, "intermediate_size")
+        return (3 * one, 0.0) if config.get("model_type") in _NORM_AFTER else (2 * one, one)
     width = _optional(config, "moe_intermediate_size") or _number(config, "intermediate_size")
     active = _number(config, "num_experts_per_tok")
     shared = _optional(config, "shared_expert_intermediate_size") or 0
     gate = 2.0 * hidden if shared else 0.0
-    return 2.0 * hidden * experts + 6.0 * hidden * (active * width + shared) + gate
+    return 2.0 * hidden * experts + 6.0 * hidden * (active * width + shared) + gate, 0.0
 
 
 def _is_sparse(config: Mapping[str, object], layer: int) -> bool:
@@ -221,7 +323,8 @@ def _is_sparse(config: Mapping[str, object], layer: int) -> bool:
     return (layer + 1) % every == 0 and not (isinstance(dense_layers, Sequence) and layer in dense_layers)
 
 
-def _pairs_in_window(length: int, window: int, causal: bool) -> float:
+def pairs_in_window(length: int, window: int, *, causal: bool = True) -> float:
+    """(query, key) pairs of one document in a layer whose tokens see `window` positions, their own included."""
     if not causal:
         return float(length * length)
     inside = min(length, window)

@@ -3,7 +3,7 @@
 `docs/metrics.md` and the tests read this table; a key that is not in it is never logged, and keys do not change their
 meaning between releases. "A window" is the optimizer steps since the previous logging step. "Steady steps" are those
 of them that no one excluded: not the first step of a session, not warm-up (see
-`hf_speedkit.core.throughput.warm_up`), not traced. A metric that was not measured is left out of the log.
+`hf_speedkit.core.throughput.warm_up`), not traced, not counted. A metric that was not measured is left out of the log.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ _RATES = tuple(
         ("real_tokens", "slots that hold a document's token,"),
         ("target_tokens", "labels that enter the loss"),
     )
-    for suffix, divided in (("", ""), ("_per_device", " / number of ranks"))
+    for suffix, divided in (
+        ("", ""),
+        ("_per_device", " / number of ranks; left out where there is one rank, it would be the same"),
+    )
 )
 
 _TOTALS = tuple(
@@ -106,7 +109,7 @@ _STEP = (
         key="speed/host_time_s",
         unit="s",
         formula="mean over steady steps and ranks of: on_step_begin to on_step_end less the waits for the device that "
-        "were timed; an upper bound where the training loop blocks elsewhere",
+        "were timed; an upper bound on a GPU: what else waited is speed/host_wait_s of the counted step",
         cost=_CLOCK,
     ),
     Metric(
@@ -134,6 +137,89 @@ _STEP = (
         formula="100 x model_tflops_per_device / dense peak of the device for the training dtype",
         cost="none: host arithmetic when logging",
     ),
+    Metric(
+        key="speed/hfu",
+        unit="%",
+        formula="mfu with the FLOPs added that activation checkpointing and a fused head compute once more; what a "
+        "kernel recomputes inside itself (attention's backward) is not added",
+        cost="none: host arithmetic when logging",
+    ),
+)
+
+_CUPTI = "a CUPTI recording of one step in count_launches_every, and of the step before; both are kept out of the rates"
+
+_COUNTED_STEP = (
+    Metric(
+        key="speed/launch_calls", unit="calls", formula="host calls of the counted step that started work", cost=_CUPTI
+    ),
+    Metric(key="speed/launches", unit="launches", formula="kernels + memcpy + memset they started", cost=_CUPTI),
+    Metric(key="speed/kernels", unit="launches", formula="kernels among the launches", cost=_CUPTI),
+    Metric(key="speed/memcpy", unit="launches", formula="copies among the launches", cost=_CUPTI),
+    Metric(key="speed/memset", unit="launches", formula="memsets among the launches", cost=_CUPTI),
+    Metric(
+        key="speed/device_busy_s",
+        unit="s",
+        formula="union over all streams of what the counted step launched, mean over ranks",
+        cost=_CUPTI,
+    ),
+    Metric(
+        key="speed/communication_s",
+        unit="s",
+        formula="union of the communication kernels among it; a kernel that waits for another rank runs",
+        cost=_CUPTI,
+    ),
+    Metric(
+        key="speed/host_wait_s",
+        unit="s",
+        formula="time of the counted step the host stood in calls that wait for the device: cudaStreamSynchronize, "
+        "cudaEventSynchronize, cudaDeviceSynchronize, cudaMemcpy, and launches longer than 0.2 ms under a busy device "
+        "(a full queue)",
+        cost=_CUPTI,
+    ),
+    Metric(
+        key="speed/counted_step_time_s",
+        unit="s",
+        formula="the counted step on the device's clock, end of the step before to its own end: the sum of its five "
+        "parts",
+        cost=_CUPTI,
+    ),
+    Metric(
+        key="speed/part_data_wait_s",
+        unit="s",
+        formula="part of the counted step: device idle while the host waited for a batch (without a GPU: data_wait_s)",
+        cost=_CUPTI,
+    ),
+    Metric(
+        key="speed/part_host_only_s",
+        unit="s",
+        formula="part of the counted step: device idle otherwise, it waited for the host (without a GPU: step_time_s - "
+        "data_wait_s)",
+        cost=_CUPTI,
+    ),
+    Metric(
+        key="speed/part_overlapped_s",
+        unit="s",
+        formula="part of the counted step: device computing while the host issued work",
+        cost=_CUPTI,
+    ),
+    Metric(
+        key="speed/part_device_only_s",
+        unit="s",
+        formula="part of the counted step: device computing while the host waited for it or had issued everything",
+        cost=_CUPTI,
+    ),
+    Metric(
+        key="speed/part_exposed_comm_s",
+        unit="s",
+        formula="part of the counted step: device running communication and nothing else",
+        cost=_CUPTI,
+    ),
+    Metric(
+        key="speed/count_cost_s",
+        unit="s",
+        formula="host time that starting, stopping and reading the recording took; in log_time_s, in no step's time",
+        cost=_CUPTI,
+    ),
 )
 
 _WINDOW = (
@@ -142,15 +228,23 @@ _WINDOW = (
     Metric(
         key="speed/nonfinite_steps",
         unit="steps",
-        formula="steps of the window in which a gradient was NaN or infinite on any rank",
-        cost="one reduction over the smallest gradient per step, read when logging",
+        formula="steps of the window in which a loss or gradient was NaN or infinite on any rank",
+        cost="a look at the loss and at the gradient's norm (plain Trainer: the smallest gradient) on the device, read "
+        "when logging",
+    ),
+    Metric(
+        key="speed/compiled_kernels",
+        unit="kernels",
+        formula="Triton kernels and torch.compile graphs compiled in the window, most over ranks; those that come from "
+        "Triton's cache on disk are not counted, nor are other compilers",
+        cost="a listener that Triton calls when it compiles",
     ),
     Metric(key="speed/eval_time_s", unit="s", formula="evaluation in the window, most over ranks", cost=_CLOCK),
     Metric(key="speed/save_time_s", unit="s", formula="checkpoint writing in the window, most over ranks", cost=_CLOCK),
     Metric(
         key="speed/log_time_s",
         unit="s",
-        formula="logging in the window (the log before this one), most over ranks",
+        formula="logging (the log before this one) and reading counted steps, most over ranks",
         cost=_CLOCK,
     ),
 )
@@ -173,9 +267,35 @@ _GPU = (
         formula="share of samples in which the clock was held back for power or heat, mean over ranks",
         cost=_NVML,
     ),
+    Metric(
+        key="speed/gpu_sm_active",
+        unit="%",
+        formula="mean over ranks and samples of the share of multiprocessors with work (NVML GPM, Hopper and later)",
+        cost=_NVML,
+    ),
+    Metric(
+        key="speed/gpu_tensor_active",
+        unit="%",
+        formula="mean over ranks and samples of the share of time the tensor pipes were active (GPM)",
+        cost=_NVML,
+    ),
+    Metric(
+        key="speed/gpu_dram_active",
+        unit="%",
+        formula="mean over ranks and samples of the share of the memory's peak bandwidth in use (GPM)",
+        cost=_NVML,
+    ),
+    Metric(
+        key="speed/ofu",
+        unit="%",
+        formula="gpu_tensor_active x gpu_sm_clock_mhz / the clock at which the device's peak is stated: FLOP "
+        "utilisation as the hardware counts it, recompute and padding included, over the whole window (arXiv "
+        "2605.20799); to be held against hfu, or mfu without recompute",
+        cost=_NVML,
+    ),
 )
 
 METRICS: Mapping[str, Metric] = MappingProxyType(
-    {metric.key: metric for metric in (*_RATES, *_STEP, *_WINDOW, *_TOTALS, *_SPREAD, *_GPU)}
+    {metric.key: metric for metric in (*_RATES, *_STEP, *_COUNTED_STEP, *_WINDOW, *_TOTALS, *_SPREAD, *_GPU)}
 )
 """Every key, in the order the documentation shows them."""

@@ -152,6 +152,7 @@ class TokenCounts:
         target: labels != -100, i.e. tokens that enter the loss.
         documents: training examples.
         squared_lengths: sum over documents of their length squared; attention FLOPs follow from it.
+        window_pairs: causal (query, key) pairs inside the model's sliding window, over documents; None without one.
 
     `None` where a batch does not say (for example labels that live on the device).
     """
@@ -161,6 +162,7 @@ class TokenCounts:
     target: int | None
     documents: int | None
     squared_lengths: int | None = None
+    window_pairs: int | None = None
 
     def __add__(self, other: TokenCounts) -> TokenCounts:
         """Sum field by field; unknown plus anything is unknown."""
@@ -172,10 +174,11 @@ class TokenCounts:
             target=_add(self.target, other.target),
             documents=_add(self.documents, other.documents),
             squared_lengths=_add(self.squared_lengths, other.squared_lengths),
+            window_pairs=_add(self.window_pairs, other.window_pairs),
         )
 
 
-NO_TOKENS = TokenCounts(slots=0, real=0, target=0, documents=0, squared_lengths=0)
+NO_TOKENS = TokenCounts(slots=0, real=0, target=0, documents=0, squared_lengths=0, window_pairs=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +200,7 @@ class StepRecord:
         exposed_comm_s: communication not hidden behind computation.
         launches: kernels, memcpy and memset started.
         flops: model FLOPs (forward and backward, no recompute).
+        recomputed_flops: FLOPs of what activation checkpointing computed once more.
         compiled_kernels: kernels compiled or autotuned during the step.
         nonfinite: whether the loss or a gradient was NaN or infinite.
         excluded: why the step must not enter a rate ("warm-up", "resume", "traced", ...); None if it may.
@@ -216,6 +220,7 @@ class StepRecord:
     exposed_comm_s: float | None = None
     launches: int | None = None
     flops: float | None = None
+    recomputed_flops: float | None = None
     compiled_kernels: int | None = None
     nonfinite: bool | None = None
     excluded: str | None = None
@@ -266,6 +271,9 @@ class GpuUsage:
         sm_clock_mhz: clock of the multiprocessors.
         memory_gib: memory in use on the board, by all processes.
         throttled_percent: share of samples in which the driver held the clock back for power or heat, 0..100.
+        sm_active_percent: share of multiprocessors with work (NVML GPM, Hopper and later), 0..100, like the next two.
+        tensor_active_percent: share of time the tensor pipes were active.
+        dram_active_percent: share of the memory's peak bandwidth in use.
     """
 
     samples: int
@@ -274,6 +282,9 @@ class GpuUsage:
     sm_clock_mhz: float | None = None
     memory_gib: float | None = None
     throttled_percent: float | None = None
+    sm_active_percent: float | None = None
+    tensor_active_percent: float | None = None
+    dram_active_percent: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hf_speedkit.core.records import Environment, StepRecord, TokenCounts
+from hf_speedkit.core.run_limits import RunLimits, run_limits
 from hf_speedkit.core.step_log import LoggedWindow, StepLog
 
 CURVES: Mapping[str, str] = {
@@ -20,6 +21,8 @@ CURVES: Mapping[str, str] = {
     "slots": "speed/slots_per_second",
     "utilization": "speed/gpu_utilization",
     "mfu": "speed/mfu",
+    "hfu": "speed/hfu",
+    "ofu": "speed/ofu",
     "memory": "speed/gpu_memory_gib",
     "loss": "loss",
     "eval_loss": "eval_loss",
@@ -31,6 +34,9 @@ CURVES: Mapping[str, str] = {
 
 PARTS = ("data wait", "host", "waiting for the device", "rest")
 """Parts of a step, from below. They are host times: rest is step time that is none of the three."""
+
+_MOST_RANKS = 1e6
+"""More ranks than any job has: a log that says so is damaged."""
 
 _SHORTEST_PAUSE = 0.004
 """Share of the run below which a pause is not marked: less than a pixel or two."""
@@ -85,6 +91,7 @@ class RunReport:
         first_loss, last_loss: of the first and last window.
         nonfinite_steps: steps with a NaN or infinite gradient.
         environments: where the sessions ran, in order, repeats left out.
+        limits: what limited the steps, and the last counted step.
         notes: what a reader should know.
     """
 
@@ -112,6 +119,7 @@ class RunReport:
     last_loss: float | None
     nonfinite_steps: int | None
     environments: tuple[Environment, ...]
+    limits: RunLimits
     notes: tuple[str, ...]
 
     @property
@@ -161,6 +169,7 @@ def run_report(log: StepLog, *, name: str) -> RunReport:
         last_loss=losses[-1] if losses else None,
         nonfinite_steps=sum(known) if known else None,
         environments=_different([session.environment for session in log.sessions]),
+        limits=run_limits(log.windows),
         notes=log.notes,
     )
 
@@ -279,7 +288,14 @@ def _rates(windows: Sequence[LoggedWindow]) -> dict[str, float]:
     for key in (
         *(f"speed/{name}_per_second" for name in ("real_tokens", "slots", "target_tokens")),
         *(f"speed/{name}_per_second_per_device" for name in ("real_tokens", "slots", "target_tokens")),
-        *("speed/model_tflops_per_device", "speed/mfu", "speed/gpu_utilization", "speed/gpu_power_w"),
+        *(
+            "speed/model_tflops_per_device",
+            "speed/mfu",
+            "speed/hfu",
+            "speed/ofu",
+            "speed/gpu_utilization",
+            "speed/gpu_power_w",
+        ),
     ):
         rates[key] = _mean([(metrics.get(key), seconds) for metrics, seconds in steady])
     for key in ("step_time_s", "data_wait_s", "host_time_s", "device_time_s", "device_wait_s"):
@@ -317,11 +333,14 @@ def _sum(steps: Sequence[StepRecord]) -> TokenCounts:
 
 
 def _world_size(windows: Sequence[LoggedWindow]) -> int | None:
+    """Number of ranks, from a rate over all of them and one a device; with one rank the latter is not logged."""
     for window in windows:
-        ranks = _ratio(
-            window.metrics.get("speed/slots_per_second"), window.metrics.get("speed/slots_per_second_per_device")
-        )
-        if ranks is not None:
+        rate = window.metrics.get("speed/slots_per_second")
+        each = window.metrics.get("speed/slots_per_second_per_device")
+        if rate is not None and each is None:
+            return 1
+        ranks = _ratio(rate, each)
+        if ranks is not None and 0.5 <= ranks < _MOST_RANKS:
             return round(ranks)
     return None
 

@@ -21,7 +21,7 @@ FORMAT = 1
 LARGEST = 1e18
 """Numbers beyond are damage: no count or time of a training run comes near, and pictures would overflow."""
 
-_TIMES = ("data_wait_s", "host_time_s", "device_time_s", "device_wait_s", "exposed_comm_s", "flops")
+_TIMES = ("data_wait_s", "host_time_s", "device_time_s", "device_wait_s", "exposed_comm_s", "flops", "recomputed_flops")
 _PAUSES = ("eval_time_s", "save_time_s", "log_time_s")
 
 

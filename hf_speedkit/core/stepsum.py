@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from hf_speedkit.core.records import NO_TOKENS, GpuUsage, StepRecord, TokenCounts
+from hf_speedkit.core.step_parts import ACTIVITY_FIELDS, StepActivity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,8 @@ class StepSum:
         save_time_s: pause for saving.
         log_time_s: pause for logging.
         flops: model FLOPs.
+        recomputed_flops: FLOPs of what checkpointing computed once more.
+        compiled: kernels and graphs compiled; None where that was not looked at.
         nonfinite: steps with a NaN or infinite gradient; None where that was not looked at.
         first_nonfinite: the first such step; None where there is none.
     """
@@ -51,6 +54,8 @@ class StepSum:
     save_time_s: float = 0.0
     log_time_s: float = 0.0
     flops: float | None = 0.0
+    recomputed_flops: float | None = 0.0
+    compiled: int | None = 0
     nonfinite: int | None = 0
     first_nonfinite: int | None = None
 
@@ -70,11 +75,13 @@ _OVER_RANKS: dict[str, Callable[[Sequence[float]], float]] = {
     "save_time_s": max,
     "log_time_s": max,
     "flops": sum,
+    "recomputed_flops": sum,
 }
 _TOKEN_FIELDS = tuple(field.name for field in fields(TokenCounts))
 _GPU_FIELDS = tuple(field.name for field in fields(GpuUsage))
 _COUNTS = ("steps", "excluded", "micro_batches")
-_ROW_LENGTH = len(_COUNTS) + len(_TOKEN_FIELDS) + len(_OVER_RANKS) + 2
+_LAST = ("compiled", "nonfinite", "first_nonfinite")
+_ROW_LENGTH = len(_COUNTS) + len(_TOKEN_FIELDS) + len(_OVER_RANKS) + len(_LAST)
 
 
 def of_step(record: StepRecord) -> StepSum:
@@ -85,6 +92,7 @@ def of_step(record: StepRecord) -> StepSum:
         micro_batches=record.micro_batches,
         tokens=record.tokens,
         **{name: getattr(record, name) for name in _OVER_RANKS},
+        compiled=record.compiled_kernels,
         nonfinite=None if record.nonfinite is None else int(record.nonfinite),
         first_nonfinite=record.step if record.nonfinite else None,
     )
@@ -101,6 +109,7 @@ def total(sums: Iterable[StepSum]) -> StepSum:
     return StepSum(
         **parts,
         tokens=tokens,
+        compiled=_whole(_known(sum, [item.compiled for item in items])),
         nonfinite=_whole(_known(sum, [item.nonfinite for item in items])),
         first_nonfinite=_first(items),
     )
@@ -120,6 +129,7 @@ def over_ranks(sums: Sequence[StepSum]) -> StepSum:
         micro_batches=sum(item.micro_batches for item in sums),
         tokens=tokens,
         **times,
+        compiled=_whole(_known(max, [item.compiled for item in sums])),
         nonfinite=_whole(_known(max, [item.nonfinite for item in sums])),
         first_nonfinite=_first(sums),
     )
@@ -140,32 +150,37 @@ def rank_rows(records: Sequence[StepRecord], early: int) -> tuple[StepSum, ...]:
     )
 
 
-def encode(rows: Sequence[StepSum], gpu: GpuUsage | None) -> list[float]:
-    """Rows and the window's GPU usage as one flat list; None becomes NaN. Its length depends on len(rows) only."""
+def encode(rows: Sequence[StepSum], gpu: GpuUsage | None = None, activity: StepActivity | None = None) -> list[float]:
+    """Rows, the window's GPU usage and its counted step as one flat list; None becomes NaN.
+
+    Its length depends on len(rows) only.
+    """
     flat: list[float | None] = []
     for row in rows:
         flat += [getattr(row, name) for name in _COUNTS]
         flat += [getattr(row.tokens, name) for name in _TOKEN_FIELDS]
-        flat += [getattr(row, name) for name in _OVER_RANKS]
-        flat += [row.nonfinite, row.first_nonfinite]
+        flat += [getattr(row, name) for name in (*_OVER_RANKS, *_LAST)]
     flat += [None if gpu is None else getattr(gpu, name) for name in _GPU_FIELDS]
+    flat += [None if activity is None else getattr(activity, name) for name in ACTIVITY_FIELDS]
     return [math.nan if value is None else float(value) for value in flat]
 
 
-def decode(vector: Sequence[float]) -> tuple[tuple[StepSum, ...], GpuUsage | None]:
+def decode(vector: Sequence[float]) -> tuple[tuple[StepSum, ...], GpuUsage | None, StepActivity | None]:
     """Undo `encode`.
 
     Raises:
         ValueError: the length is not one that `encode` writes.
     """
     values = [None if math.isnan(value) else value for value in vector]
-    body, gpu = values[: -len(_GPU_FIELDS)], values[-len(_GPU_FIELDS) :]
-    if len(values) < len(_GPU_FIELDS) or len(body) % _ROW_LENGTH:
-        raise ValueError(f"{len(values)} numbers are not rows of {_ROW_LENGTH} and {len(_GPU_FIELDS)} of a GPU")
+    tail = len(_GPU_FIELDS) + len(ACTIVITY_FIELDS)
+    body, gpu, counted = values[:-tail], values[-tail : -len(ACTIVITY_FIELDS)], values[-len(ACTIVITY_FIELDS) :]
+    if len(values) < tail or len(body) % _ROW_LENGTH:
+        raise ValueError(f"{len(values)} numbers are not rows of {_ROW_LENGTH} and {tail} of a GPU")
     rows = tuple(_decode_row(body[at : at + _ROW_LENGTH]) for at in range(0, len(body), _ROW_LENGTH))
     samples = _whole(gpu[0])
     usage = None if samples is None else GpuUsage(samples=samples, **dict(zip(_GPU_FIELDS[1:], gpu[1:], strict=True)))
-    return rows, usage
+    known: dict[str, Any] = dict(zip(ACTIVITY_FIELDS, counted, strict=True))
+    return rows, usage, None if known["launch_calls"] is None else StepActivity(**known)
 
 
 def gpu_over_ranks(usages: Sequence[GpuUsage | None]) -> GpuUsage | None:
@@ -179,13 +194,9 @@ def gpu_over_ranks(usages: Sequence[GpuUsage | None]) -> GpuUsage | None:
         return sum(values) / len(values) if values else None
 
     memory = [usage.memory_gib for usage in seen if usage.memory_gib is not None]
+    means = {name: mean(name) for name in _GPU_FIELDS if name != "samples"}
     return GpuUsage(
-        samples=sum(usage.samples for usage in seen),
-        utilization_percent=mean("utilization_percent"),
-        power_w=mean("power_w"),
-        sm_clock_mhz=mean("sm_clock_mhz"),
-        memory_gib=max(memory) if memory else None,
-        throttled_percent=mean("throttled_percent"),
+        samples=sum(usage.samples for usage in seen), **{**means, "memory_gib": max(memory) if memory else None}
     )
 
 
@@ -193,13 +204,12 @@ def _decode_row(row: Sequence[float | None]) -> StepSum:
     values = iter(row)
     counts = {name: int(next(values) or 0) for name in _COUNTS}
     tokens = {name: _whole(next(values)) for name in _TOKEN_FIELDS}
-    times: dict[str, Any] = {name: next(values) for name in _OVER_RANKS}
+    rest: dict[str, Any] = {name: next(values) for name in _OVER_RANKS}
+    rest |= {name: _whole(next(values)) for name in _LAST}
     return StepSum(
         **counts,
         tokens=TokenCounts(**tokens),  # type: ignore[arg-type]  # slots are always known
-        **times,
-        nonfinite=_whole(next(values)),
-        first_nonfinite=_whole(next(values)),
+        **rest,
     )
 
 

@@ -1,8 +1,4 @@
-"""StepRecords -> metrics: what may enter a rate, rates, totals. Pure arithmetic on records.
-
-Tokens per second = tokens of steady steps, over all ranks / their step time. Sums come first and one division last:
-never a mean of rates, never a batch size times a length, never an accumulation factor.
-"""
+"""StepRecords -> what a session has counted: what may enter a rate, and totals. Pure arithmetic on records."""
 
 from __future__ import annotations
 
@@ -10,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median_low
 
+from hf_speedkit.core.rates import rates
 from hf_speedkit.core.records import NO_TOKENS, GpuUsage, StepRecord, TokenCounts
-from hf_speedkit.core.stepsum import NO_STEPS, StepSum, gpu_over_ranks, over_ranks, rank_rows, total
+from hf_speedkit.core.step_parts import StepActivity, activity_metrics, activity_over_ranks
+from hf_speedkit.core.stepsum import NO_STEPS, StepSum, gpu_over_ranks, over_ranks, total
 
 EARLY_STEPS = 10
 """Steps at the start of a session that are judged one by one. On one H200 autotuning showed up to step 5."""
@@ -36,6 +34,7 @@ class JobWindow:
         warm_up: for each of `early`, whether it must stay out of the rates.
         ranks: the steps that count, added up, rank by rank.
         gpu: GPU usage over ranks.
+        activity: the step that was counted through CUPTI, over ranks; None where there was none.
         consistent: every rank had the same steps; if not, no rate can be made.
     """
 
@@ -45,6 +44,7 @@ class JobWindow:
     warm_up: tuple[bool, ...]
     ranks: tuple[StepSum, ...]
     gpu: GpuUsage | None = None
+    activity: StepActivity | None = None
     consistent: bool = True
 
     @property
@@ -68,6 +68,7 @@ class Ledger:
         early: the first steps of this session, each alone.
         later: the later steps that count.
         later_excluded: the later steps that do not.
+        activity: the last step that was counted through CUPTI, over ranks.
     """
 
     world_size: int = 1
@@ -75,6 +76,7 @@ class Ledger:
     early: tuple[StepSum, ...] = ()
     later: StepSum = NO_STEPS
     later_excluded: StepSum = NO_STEPS
+    activity: StepActivity | None = None
 
     def with_window(self, window: JobWindow) -> Ledger:
         """The ledger after `window`."""
@@ -83,6 +85,7 @@ class Ledger:
             early=self.early + window.early,
             later=total([self.later, window.later]),
             later_excluded=total([self.later_excluded, window.later_excluded]),
+            activity=window.activity or self.activity,
         )
 
     @property
@@ -120,7 +123,7 @@ class RunTotals:
         save_time_s: time of saving.
         log_time_s: time of logging.
         nonfinite_steps: steps with a NaN or infinite gradient.
-        rates: the steady rates and mean times of this session, by metric key.
+        rates: the steady rates and mean times of this session and its last counted step, by metric key.
     """
 
     tokens: TokenCounts | None
@@ -158,13 +161,19 @@ def warm_up(early: Sequence[StepSum]) -> tuple[bool, ...]:
     return tuple(flags)
 
 
-def job_window(rows: Sequence[Sequence[StepSum]], ledger: Ledger, gpus: Sequence[GpuUsage | None] = ()) -> JobWindow:
+def job_window(
+    rows: Sequence[Sequence[StepSum]],
+    ledger: Ledger,
+    gpus: Sequence[GpuUsage | None] = (),
+    activities: Sequence[StepActivity | None] = (),
+) -> JobWindow:
     """Put the ranks' rows of one window together.
 
     Args:
         rows: `rank_rows(records, ledger.early_left)` of every rank, in rank order.
         ledger: the ledger before this window: earlier steps help to judge these.
         gpus: GPU usage of every rank.
+        activities: the counted step of every rank.
     """
     layout = [[(row.steps, row.excluded) for row in rank] for rank in rows]
     consistent = all(other == layout[0] for other in layout)
@@ -183,6 +192,7 @@ def job_window(rows: Sequence[Sequence[StepSum]], ledger: Ledger, gpus: Sequence
         warm_up=flags,
         ranks=tuple(total([rank[0], *_where(rank[2 : 2 + len(early)], flags, False)]) for rank in rows),
         gpu=gpu_over_ranks(gpus),
+        activity=activity_over_ranks(activities),
     )
 
 
@@ -193,65 +203,6 @@ def mark_warm_up(records: Sequence[StepRecord], window: JobWindow) -> tuple[Step
         replace(record, excluded=WARM_UP) if found.get(at) and record.excluded is None else record
         for at, record in enumerate(records)
     )
-
-
-def window_metrics(window: JobWindow, ledger: Ledger, *, peak_tflops: float | None = None) -> dict[str, float]:
-    """The metrics of one window, by key (`hf_speedkit.core.metrics.METRICS`); what is unknown is left out.
-
-    Args:
-        window: the window.
-        ledger: the ledger with this window in it.
-        peak_tflops: dense peak of one device for the training dtype.
-    """
-    everything = total([window.steady, window.excluded])
-    values: dict[str, float | None] = {
-        **rates(window.steady, world_size=ledger.world_size, peak_tflops=peak_tflops),
-        "speed/packing_efficiency": _ratio(everything.tokens.real, everything.tokens.slots),
-        "speed/target_share": _ratio(everything.tokens.target, everything.tokens.real),
-        "speed/steady_steps": window.steady.steps,
-        "speed/excluded_steps": window.excluded.steps,
-        "speed/nonfinite_steps": everything.nonfinite,
-        # A pause that did not happen is not a measurement of 0 s.
-        "speed/eval_time_s": everything.eval_time_s or None,
-        "speed/save_time_s": everything.save_time_s or None,
-        "speed/log_time_s": everything.log_time_s or None,
-        **_totals(ledger.run_tokens),
-        **_spread(window.ranks),
-        **_gpu(window.gpu),
-    }
-    return _known_only(values)
-
-
-def rates(steady: StepSum, *, world_size: int = 1, peak_tflops: float | None = None) -> dict[str, float]:
-    """Rates and mean times of steps that count, added up over ranks; what is unknown is left out."""
-    seconds = steady.step_time_s
-    values: dict[str, float | None] = {}
-    for name, tokens in (
-        ("slots", steady.tokens.slots),
-        ("real_tokens", steady.tokens.real),
-        ("target_tokens", steady.tokens.target),
-    ):
-        rate = _ratio(tokens, seconds)
-        values[f"speed/{name}_per_second"] = rate
-        values[f"speed/{name}_per_second_per_device"] = _ratio(rate, world_size)
-    for name in ("step_time_s", "data_wait_s", "host_time_s", "device_time_s", "device_wait_s"):
-        values[f"speed/{name}"] = _ratio(getattr(steady, name), steady.steps)
-    achieved = _ratio(steady.flops, None if seconds is None else seconds * world_size * 1e12)
-    values["speed/model_tflops_per_device"] = achieved
-    values["speed/mfu"] = _ratio(None if achieved is None else 100 * achieved, peak_tflops)
-    return _known_only(values)
-
-
-def metrics_of(ranks: Sequence[Sequence[StepRecord]], *, peak_tflops: float | None = None) -> dict[str, float]:
-    """The metrics of a whole session from its records, rank by rank, as if it were one window.
-
-    Args:
-        ranks: the records of every rank, in rank order; the first is the session's first step.
-        peak_tflops: dense peak of one device for the training dtype.
-    """
-    ledger = Ledger(world_size=len(ranks))
-    window = job_window([rank_rows(records, ledger.early_left) for records in ranks], ledger)
-    return window_metrics(window, ledger.with_window(window), peak_tflops=peak_tflops)
 
 
 def run_totals(ledger: Ledger, *, peak_tflops: float | None = None) -> RunTotals:
@@ -267,48 +218,11 @@ def run_totals(ledger: Ledger, *, peak_tflops: float | None = None) -> RunTotals
         save_time_s=session.save_time_s,
         log_time_s=session.log_time_s,
         nonfinite_steps=session.nonfinite,
-        rates=rates(steady, world_size=ledger.world_size, peak_tflops=peak_tflops),
+        rates={
+            **rates(steady, world_size=ledger.world_size, peak_tflops=peak_tflops),
+            **{key: value for key, value in activity_metrics(ledger.activity).items() if value is not None},
+        },
     )
-
-
-def _totals(tokens: TokenCounts | None) -> dict[str, float | None]:
-    if tokens is None:
-        return {}
-    return {
-        "speed/total_slots": tokens.slots,
-        "speed/total_real_tokens": tokens.real,
-        "speed/total_target_tokens": tokens.target,
-        "speed/total_documents": tokens.documents,
-    }
-
-
-def _spread(ranks: Sequence[StepSum]) -> dict[str, float | None]:
-    if len(ranks) < 2:
-        return {}
-    values: dict[str, float | None] = {}
-    for name, unit, per_rank in (
-        ("step_time", "_s", [_ratio(rank.step_time_s, rank.steps) for rank in ranks]),
-        ("data_wait", "_s", [_ratio(rank.data_wait_s, rank.steps) for rank in ranks]),
-        ("target_tokens", "", [_ratio(rank.tokens.target, rank.steps) for rank in ranks]),
-    ):
-        known = [value for value in per_rank if value is not None]
-        if len(known) == len(ranks):
-            values[f"speed/{name}_min{unit}"] = min(known)
-            values[f"speed/{name}_max{unit}"] = max(known)
-            values[f"speed/{name}_max_rank"] = known.index(max(known))
-    return values
-
-
-def _gpu(usage: GpuUsage | None) -> dict[str, float | None]:
-    if usage is None:
-        return {}
-    return {
-        "speed/gpu_utilization": usage.utilization_percent,
-        "speed/gpu_power_w": usage.power_w,
-        "speed/gpu_sm_clock_mhz": usage.sm_clock_mhz,
-        "speed/gpu_memory_gib": usage.memory_gib,
-        "speed/gpu_throttled": usage.throttled_percent,
-    }
 
 
 def _work_time(step: StepSum) -> float | None:
@@ -319,11 +233,3 @@ def _work_time(step: StepSum) -> float | None:
 
 def _where(rows: Sequence[StepSum], flags: Sequence[bool], wanted: bool) -> list[StepSum]:
     return [row for row, flag in zip(rows, flags, strict=True) if flag is wanted]
-
-
-def _ratio(part: float | None, whole: float | None) -> float | None:
-    return None if part is None or not whole else part / whole
-
-
-def _known_only(values: Mapping[str, float | None]) -> dict[str, float]:
-    return {key: value for key, value in values.items() if value is not None}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_speedkit.core.records import GpuUsage
+from hf_speedkit.measure.gpm import GpmReader, GpmReading
 from hf_speedkit.measure.nvml import NvmlUnavailableError, nvml_session, optional, visible_handles
 
 INTERVAL_S = 1.0
@@ -31,6 +32,7 @@ class _Sample:
     sm_clock_mhz: float | None
     memory_gib: float | None
     throttled: bool | None
+    gpm: GpmReading
 
 
 class GpuSampler:
@@ -57,6 +59,8 @@ class GpuSampler:
         self._thread: threading.Thread | None = None
         self.reason: str | None = None
         """Why there are no samples; None while there is nothing to explain."""
+        self.gpm_reason: str | None = None
+        """Why there are no GPM counters in them; None likewise."""
 
     def start(self) -> None:
         """Begin sampling in a thread; returns when the first sample was taken or could not be."""
@@ -90,23 +94,36 @@ class GpuSampler:
             sm_clock_mhz=_mean([sample.sm_clock_mhz for sample in samples]),
             memory_gib=_mean([sample.memory_gib for sample in samples]),
             throttled_percent=_mean([None if s.throttled is None else 100.0 * s.throttled for s in samples]),
+            sm_active_percent=_mean([sample.gpm.sm_percent for sample in samples]),
+            tensor_active_percent=_mean([sample.gpm.tensor_percent for sample in samples]),
+            dram_active_percent=_mean([sample.gpm.dram_percent for sample in samples]),
         )
 
     def _run(self) -> None:
         try:
             with nvml_session(self._nvml) as nvml:
                 handle = self._find(nvml)
-                while True:
-                    sample = _read(nvml, handle)
-                    with self._lock:
-                        self._samples.append(sample)
-                    self._ready.set()
-                    if self._stop.wait(self._interval_s):
-                        return
+                gpm = GpmReader(nvml, handle)
+                try:
+                    self._sample(nvml, handle, gpm)
+                finally:
+                    gpm.close()
         except NvmlUnavailableError as error:
             self.reason = str(error)
         finally:
             self._ready.set()
+
+    def _sample(self, nvml: Any, handle: Any, gpm: GpmReader) -> None:
+        gpm_reading = GpmReading()  # rates need a time to be taken over: none with the first sample
+        while True:
+            self.gpm_reason = gpm.reason
+            sample = _read(nvml, handle, gpm_reading)
+            with self._lock:
+                self._samples.append(sample)
+            self._ready.set()
+            if self._stop.wait(self._interval_s):
+                return
+            gpm_reading = gpm.read()
 
     def _find(self, nvml: Any) -> Any:
         if self._uuid is not None:
@@ -119,7 +136,15 @@ class GpuSampler:
         return handles[self._index]
 
 
-def _read(nvml: Any, handle: Any) -> _Sample:
+def sampler_of(device: Any) -> GpuSampler:
+    """The sampler of a torch device, found by its UUID whatever CUDA_VISIBLE_DEVICES says."""
+    import torch
+
+    index = device.index or 0
+    return GpuSampler(index, uuid=f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+
+
+def _read(nvml: Any, handle: Any, gpm: GpmReading) -> _Sample:
     utilization = optional(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
     milliwatts = optional(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(handle))
     memory = optional(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used)
@@ -129,6 +154,7 @@ def _read(nvml: Any, handle: Any) -> _Sample:
         sm_clock_mhz=optional(nvml, lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
         memory_gib=None if memory is None else memory / 2**30,
         throttled=_throttled(nvml, handle),
+        gpm=gpm,
     )
 
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from hf_speedkit.core.errors import PackingError
+from hf_speedkit.core.flops import pairs_in_window
 from hf_speedkit.core.records import TokenCounts
 from hf_speedkit.packing.boundaries import IGNORE_INDEX
 
@@ -34,6 +35,7 @@ class PackedCollator:
         chunk_size: tokens of a chunk of flash-linear-attention's gated delta rule; None leaves chunk_indices out.
         first_position: position of every document's first token (some models do not count from 0).
         target_positions: also say which slots precede a target, for a model with `trainer.loss_head`.
+        sliding_window: the model's, for counting the pairs inside it (FLOPs); None where it has none.
 
     Raises:
         PackingError: a setting that cannot work; on a call, rows that do not fit or that are not documents.
@@ -44,6 +46,7 @@ class PackedCollator:
     chunk_size: int | None = field(default=64, kw_only=True)
     first_position: int = field(default=0, kw_only=True)
     target_positions: bool = field(default=False, kw_only=True)
+    sliding_window: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not _is_int(self.pad_token_id) or self.pad_token_id < 0:
@@ -139,8 +142,14 @@ class PackedCollator:
             target=len(targets),
             documents=len(lengths),
             squared_lengths=int(np.square(lengths).sum()),
+            window_pairs=self._pairs_in_window(lengths),
         )
         return batch
+
+    def _pairs_in_window(self, lengths: _Ints) -> int | None:
+        if self.sliding_window is None:
+            return None
+        return int(sum(pairs_in_window(length, self.sliding_window) for length in lengths.tolist()))
 
 
 def _length_bound(longest: int, slots: int) -> int:

@@ -58,6 +58,10 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
             rows on a GPU; all of them elsewhere), "all", or a number.
         isolation_check: prove before step 1 that packed documents do not see one another.
         throughput: log tokens per second and the parts of a step through `Trainer.log`.
+        peak_tflops: dense peak of one device in TFLOP/s for MFU; None: from the table in `hf_speedkit.core.devices`.
+        count_launches_every: on a GPU, count the launches and device time of one step in so many; 0: never.
+        nonfinite: "strict" ends training at the logging step after a NaN or infinite loss or gradient (not with fp16,
+            whose scaler skips such steps); "warn" counts and names them.
         trace_steps: optimizer steps to trace with torch.profiler, for example [20]; read the files with
             `hf-speedkit trace FILE`.
         step_log: also write one JSON line a step to `output_dir/speedkit_steps.jsonl`.
@@ -143,6 +147,16 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         metadata={"help": "Prove before step 1 that packed documents do not see one another."},
     )
     throughput: bool = field(default=True, metadata={"help": "Log tokens per second and the parts of a step."})
+    peak_tflops: float | None = field(
+        default=None, metadata={"help": "Dense peak of one device in TFLOP/s, for MFU. Default: by its name."}
+    )
+    count_launches_every: int = field(
+        default=100, metadata={"help": "On a GPU, count launches and device time of one step in so many; 0: never."}
+    )
+    nonfinite: str = field(
+        default="strict",
+        metadata={"help": "After a NaN or infinite loss or gradient: strict ends training, warn goes on."},
+    )
     trace_steps: list[int] | None = field(
         default=None, metadata={"help": "Optimizer steps to trace; read the files with hf-speedkit trace."}
     )
@@ -218,6 +232,7 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
             ("loss_head", ("auto", "trl")),
             ("checkpoint_verification", _VERIFICATIONS),
             ("export_dtype", _EXPORTS),
+            ("nonfinite", ("strict", "warn")),
             ("template_check", ("strict", "warn", "off")),
             ("packing_strategy", (*_STRATEGIES, *_TRL_STRATEGIES, "wrapped")),
         ):

@@ -14,8 +14,10 @@ from trl import SFTTrainer
 
 from hf_speedkit.core.records import TokenCounts
 from hf_speedkit.packing.boundaries import IGNORE_INDEX
+from hf_speedkit.trainer.throughput_callback import ThroughputCallback
 
 _MEANS = "eval means"
+_REAL_ONLY = "tokens of batches whose loss is TRL's own"
 
 
 class TokenSums(NamedTuple):
@@ -32,6 +34,8 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
     """SFTTrainer whose per-step metrics add no synchronisation and no collective."""
 
     _sums: dict[str, torch.Tensor]
+    throughput: ThroughputCallback | None = None
+    _total_train_tokens: int
 
     def _reset_sums(self, mode: str) -> None:
         # Set on first use, not in __init__: TRL's constructor may already log.
@@ -62,10 +66,7 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
         if counts is not None:
             self.count_tokens(mode, counts)
         if return_outputs or not self._is_plain_nll():
-            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-            if mode == "eval":
-                self._add_mean(result[0] if return_outputs else result, inputs.get("labels"))
-            return result
+            return self._trls_own_loss(mode, model, inputs, return_outputs, num_items_in_batch, counts)
         nll, targets, entropy, correct = self._head_sums(model, inputs, positions)
         # Clamped: a row without targets (it keeps the ranks in step) must give zero, not 0 / 0.
         loss = nll / torch.as_tensor(targets if num_items_in_batch is None else num_items_in_batch).clamp(min=1)
@@ -77,7 +78,24 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
             torch.stack((targets, entropy, correct, nll)),
             _real_tokens(inputs, counts),
         )
+        self._look_at(mode, loss)
         return loss
+
+    def _trls_own_loss(
+        self, mode: str, model: torch.nn.Module, inputs: dict[str, Any], outputs: bool, items: Any, counts: Any
+    ) -> Any:
+        """TRL's loss where this class steps aside; its `num_tokens`, which counts padding of a packed row, is ours."""
+        before: int = self._total_train_tokens
+        result = super().compute_loss(model, inputs, outputs, items)
+        loss = result[0] if outputs else result
+        if mode == "eval":
+            self._add_mean(loss, inputs.get("labels"))
+        else:
+            self._total_train_tokens = before
+            nothing = torch.zeros((), device=loss.device)
+            self._add_sums(_REAL_ONLY, torch.stack((nothing,) * 4), _real_tokens(inputs, counts))
+            self._look_at(mode, loss)
+        return result
 
     def _head_sums(
         self, model: torch.nn.Module, inputs: dict[str, Any], positions: torch.Tensor | None
@@ -95,7 +113,20 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
         return outputs.nll, outputs.targets, outputs.entropy, outputs.correct
 
     def count_tokens(self, mode: str, counts: TokenCounts) -> None:
-        """Take note of a micro-batch's tokens, host integers; for subclasses."""
+        """Hand a micro-batch's counts, host integers, to the metrics."""
+        if mode == "train" and self.throughput is not None:
+            self.throughput.count(counts)
+
+    def _look_at(self, mode: str, loss: torch.Tensor) -> None:
+        if mode == "train" and self.throughput is not None:
+            self.throughput.look_at(loss)
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
+        """Trainer's gradient norm, which is also what tells whether the step's gradient is finite."""
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if self.throughput is not None:
+            self.throughput.look_at_norm(norm)
+        return norm
 
     def restore_token_total(self, tokens: TokenCounts | None) -> None:
         """Let `num_tokens` go on where the resumed run stopped (TRL 1.16 starts it at 0 again)."""
@@ -143,6 +174,11 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
         if sums is not None:
             self._fill_metrics(mode, sums)
             self._reset_sums(mode)
+        real = self._reduced_sums(_REAL_ONLY) if mode == "train" else None
+        if real is not None:
+            self._total_train_tokens += int(real.real)
+            self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
+            self._reset_sums(_REAL_ONLY)
         super().log(logs, start_time)
 
     def _fill_metrics(self, mode: str, sums: TokenSums) -> None:

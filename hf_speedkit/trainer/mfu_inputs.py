@@ -2,28 +2,167 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from transformers import TrainingArguments
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_speedkit.core.devices import peak_tflops
-from hf_speedkit.core.flops import ModelFlops, model_flops
+from hf_speedkit.core.devices import peak_tflops, tensor_clock_mhz
+from hf_speedkit.core.flops import LAYER_PARTS, REENTRANT_PARTS, ModelFlops, Part, model_flops
+from hf_speedkit.core.records import TokenCounts
 
 
-def flops_of(model: torch.nn.Module) -> ModelFlops | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlopsInputs:
+    """What FLOP utilisation is made of: what a user gave, or (`completed`) what a run has. None: not known.
+
+    Args:
+        flops: model FLOPs of counted tokens.
+        peak_tflops: dense peak of one device.
+        recompute: what checkpointed layers compute once more.
+        recomputed: FLOPs of that, of counted tokens.
+        tensor_clock_mhz: SM clock at which the peak is stated.
+    """
+
+    flops: Callable[[TokenCounts], float | None] | None = None
+    peak_tflops: float | None = None
+    recompute: Collection[Part] | None = None
+    recomputed: Callable[[TokenCounts], float | None] | None = None
+    tensor_clock_mhz: float | None = None
+
+    def completed(self, args: TrainingArguments, model: torch.nn.Module) -> FlopsInputs:
+        """With what the model and the device say where nothing was given."""
+        flops = self.flops if self.flops is not None else flops_of(model)
+        return replace(
+            self,
+            flops=flops,
+            peak_tflops=self.peak_tflops if self.peak_tflops is not None else device_peak_tflops(args, model),
+            recomputed=RecomputedFlops(model, flops, self.recompute) if isinstance(flops, ModelFlops) else None,
+            tensor_clock_mhz=device_tensor_clock_mhz(args),
+        )
+
+    @property
+    def window(self) -> int | None:
+        """Sliding window whose pairs have to be counted."""
+        return self.flops.window if isinstance(self.flops, ModelFlops) else None
+
+    def model_flops(self, counts: TokenCounts) -> float | None:
+        """Model FLOPs of counted tokens."""
+        return None if self.flops is None else self.flops(counts)
+
+    def recomputed_flops(self, counts: TokenCounts) -> float | None:
+        """FLOPs of what is computed once more."""
+        return None if self.recomputed is None else self.recomputed(counts)
+
+
+class RecomputedFlops:
+    """FLOPs of what is computed once more in backward, by the layers that are checkpointed at the time of the call.
+
+    Args:
+        model: the model as it trains.
+        flops: its FLOPs; the head is taken from here.
+        parts: what a checkpointed layer computes again. None: from how checkpointing is set, which tells unless a
+            policy of one's own (`context_fn`) keeps some of it; then nothing is claimed.
+    """
+
+    def __init__(self, model: torch.nn.Module, flops: ModelFlops, parts: Collection[Part] | None) -> None:
+        self._model = model
+        self._flops = flops
+        self._parts = parts
+        self._layers = decoder_layers(model)
+        self._known_for: tuple[bool, ...] | None = None
+        self._of_layers: ModelFlops | None = None
+        self._recomputed: Collection[Part] | None = None
+
+    def __call__(self, counts: TokenCounts) -> float | None:
+        """FLOPs of counted tokens; None where they or the way of checkpointing are not known."""
+        checkpointed = tuple(is_checkpointed(layer) for layer in self._layers)
+        if checkpointed != self._known_for:  # the choice of layers may follow from the first steps
+            self._known_for = checkpointed
+            self._look(checkpointed)
+        head = self._flops.recomputed(counts, {"head"} if self._flops.head_again else ())
+        if not any(checkpointed):
+            return head
+        if self._of_layers is None or self._recomputed is None or head is None:
+            return None
+        layers = self._of_layers.recomputed(counts, self._recomputed)
+        return None if layers is None else layers + head
+
+    def _look(self, checkpointed: tuple[bool, ...]) -> None:
+        indices = [index for index, on in enumerate(checkpointed) if on]
+        if not indices:
+            return
+        config = self._model.config.get_text_config()  # type: ignore[operator, union-attr]
+        known = config.num_hidden_layers == len(checkpointed)
+        self._of_layers = flops_of(self._model, layers=indices) if known else None
+        self._recomputed = self._parts if self._parts is not None else recomputed_parts(self._layers[indices[0]])
+
+
+def flops_of(model: torch.nn.Module, *, layers: Sequence[int] | None = None) -> ModelFlops | None:
     """FLOPs of a transformers model, LoRA included; None for a family or a way of training that is not known.
 
     The head is counted on every real token, as transformers' own forward computes it.
+
+    Args:
+        model: the model.
+        layers: indices of the decoder layers to count; None for all.
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "to_dict"):
         return None
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     if not frozen:
-        return model_flops(config.to_dict())
+        return model_flops(config.to_dict(), layers=layers)
     if getattr(model, "peft_config", None) is None:
         return None  # some weights are frozen, and which gradients that saves depends on where they are
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return model_flops(config.to_dict(), frozen=True, adapter_parameters=trained)
+    parts = [model] if layers is None else [decoder_layers(model)[index] for index in layers]
+    trained = sum(p.numel() for part in parts for p in part.parameters() if p.requires_grad)
+    return model_flops(config.to_dict(), frozen=True, adapter_parameters=trained, layers=layers)
+
+
+def sliding_window(model: torch.nn.Module) -> int | None:
+    """The sliding window whose pairs FLOPs follow from; None for a model without one, or of an unknown family."""
+    flops = flops_of(model)
+    return None if flops is None else flops.window
+
+
+def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The layers that can be checkpointed, first layer first; FSDP's wrapper stands for the layer inside."""
+    found: list[torch.nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, (CheckpointWrapper, GradientCheckpointingLayer)) and id(module) not in inside:
+            found.append(module)
+            inside.update(map(id, module.modules()))
+    return found
+
+
+def is_checkpointed(layer: torch.nn.Module) -> bool:
+    """Whether a layer is checkpointed at its next forward pass (`trainer.recompute` switches them one by one)."""
+    if isinstance(layer, CheckpointWrapper):
+        return "forward" not in layer.__dict__
+    return bool(layer.gradient_checkpointing)
+
+
+def recomputed_parts(layer: torch.nn.Module) -> frozenset[Part] | None:
+    """What checkpointing of a layer computes once more; None where a policy of one's own keeps some of it."""
+    # Both are functools.partial(checkpoint, **settings): torch's wrapper, and what transformers 5.23 sets
+    # (PreTrainedModel._set_gradient_checkpointing).
+    wrapped = isinstance(layer, CheckpointWrapper)
+    function: Any = getattr(layer, "checkpoint_fn" if wrapped else "_gradient_checkpointing_func", None)
+    settings = getattr(function, "keywords", None)
+    if settings is None or settings.get("context_fn") is not None:
+        return None
+    return REENTRANT_PARTS if settings.get("use_reentrant") else LAYER_PARTS
+
+
+def device_tensor_clock_mhz(args: TrainingArguments) -> float | None:
+    """SM clock at which this rank's device has its peak; None on a CPU and for a GPU that is not in the table."""
+    return None if args.device.type != "cuda" else tensor_clock_mhz(torch.cuda.get_device_name(args.device))
 
 
 def training_dtype(args: TrainingArguments, model: torch.nn.Module) -> str:
@@ -45,9 +184,7 @@ def device_peak_tflops(args: TrainingArguments, model: torch.nn.Module) -> float
     return peak_tflops(torch.cuda.get_device_name(args.device), training_dtype(args, model))
 
 
-def missing_notices(
-    args: TrainingArguments, *, attached: bool, peak: float | None, flops: object | None
-) -> tuple[str, ...]:
+def missing_notices(args: TrainingArguments, *, attached: bool, inputs: FlopsInputs) -> tuple[str, ...]:
     """One line for each thing that keeps a metric from being made or seen, with what to do about it."""
     lines = []
     if not args.report_to:
@@ -57,9 +194,9 @@ def missing_notices(
             f"speed metrics will not reach {', '.join(args.report_to)}: callbacks given to the Trainer run after its "
             "trackers; use attach(trainer, ThroughputCallback())"
         )
-    if args.device.type == "cuda" and peak is None:
+    if args.device.type == "cuda" and inputs.peak_tflops is None:
         name = torch.cuda.get_device_name(args.device)
         lines.append(f"no MFU: the dense peak of {name!r} is not known; pass peak_tflops=")
-    if args.device.type == "cuda" and flops is None:
+    if args.device.type == "cuda" and inputs.flops is None:
         lines.append("no MFU: the FLOPs of this model are not known; pass flops=")
     return tuple(lines)

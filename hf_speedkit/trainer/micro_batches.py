@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -49,8 +49,9 @@ class MicroBatchCounter:
         self._waiting: list[tuple[int, Observation]] = []
         self._read: list[tuple[int, CountedStep]] = []
         self._told = False
-        self._handle: Any = None
+        self._handles: tuple[Any, ...] = ()
         self._probe = GradientProbe()
+        self._norm_given = False
 
     @property
     def steps_waiting(self) -> int:
@@ -64,16 +65,17 @@ class MicroBatchCounter:
             self.current = Observation(excluded=self.current.excluded)
         self.current.add(counts)
 
-    def watch(self, model: torch.nn.Module, *, counting: Callable[[], bool]) -> None:
-        """Look at the inputs of every training forward pass while `counting()` is true.
+    def watch(self, model: torch.nn.Module, *, counting: Callable[[], bool], window: int | None = None) -> None:
+        """Look at the inputs and the loss of every training forward pass while `counting()` is true.
 
         `token_counts` is taken out of the inputs in any case: it is ours, and the model does not know it.
 
         Args:
             model: the model whose forward gets the batch; hooks of a model inside DDP, FSDP2 or PEFT run as well.
             counting: whether a training step is under way; start-up probes and evaluation are not.
+            window: sliding window whose pairs are to be counted.
         """
-        rule = LabelRule.of(model)
+        rule = LabelRule.of(model, window)
 
         def look(module: torch.nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
             counts = keywords.get(TOKEN_COUNTS_KEY)
@@ -83,19 +85,32 @@ class MicroBatchCounter:
                 return None
             return arguments, {key: value for key, value in keywords.items() if key != TOKEN_COUNTS_KEY}
 
+        def look_at_loss(module: torch.nn.Module, arguments: tuple[Any, ...], outputs: Any) -> None:
+            if counting() and module.training and torch.is_grad_enabled() and isinstance(outputs, Mapping):
+                self.current.look(outputs.get("loss"))
+
         # Left out of torch.compile: it changes Python state, which a compiled graph must not capture.
-        uncompiled: Any = torch.compiler.disable(look)  # type: ignore[no-untyped-call]
-        self._handle = model.register_forward_pre_hook(uncompiled, with_kwargs=True)
+        disable: Any = torch.compiler.disable
+        self._handles = (
+            model.register_forward_pre_hook(disable(look), with_kwargs=True),
+            model.register_forward_hook(disable(look_at_loss)),
+        )
 
     def unwatch(self) -> None:
-        """Take the hook off again."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        """Take the hooks off again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = ()
 
     def look_at_gradient(self, model: torch.nn.Module) -> None:
-        """Queue a look at whether the step's gradient is finite."""
-        self.current.nonfinite = self._probe.look(model)
+        """Queue a look at whether the step's gradient is finite; its norm, where a trainer gave it, says more."""
+        if not self._norm_given:
+            self.current.look(self._probe.smallest(model))
+
+    def look_at_norm(self, norm: object) -> None:
+        """Queue a look at whether the norm of the step's gradient is finite."""
+        self._norm_given = self._norm_given or isinstance(norm, torch.Tensor)
+        self.current.look(norm)
 
     def end_step(self, number: int, *, excluded: str | None) -> None:
         """The optimizer step with this number is over."""

@@ -7,11 +7,12 @@ device it lives on; their results stay there and are read together, once per log
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
+from hf_speedkit.core.flops import pairs_in_window
 from hf_speedkit.core.records import NO_TOKENS, TokenCounts
 
 TOKEN_COUNTS_KEY = "token_counts"
@@ -22,6 +23,9 @@ IGNORED_LABEL = -100
 _UNSHIFTED = frozenset({"ForMaskedLM", "ForTokenClassification"})
 
 
+_COUNTS = tuple(field.name for field in fields(TokenCounts))
+
+
 @dataclass(slots=True)
 class Observation:
     """One optimizer step while it is being counted.
@@ -30,7 +34,8 @@ class Observation:
         micro_batches: forward passes seen.
         tokens: the part of the counts known on the host.
         on_device: the rest, by field of TokenCounts: integer scalars still to be read and added.
-        nonfinite: a boolean scalar on the device; None where no gradient was looked at.
+        nonfinite: a boolean scalar on the device; None where neither loss nor gradient was looked at.
+        compiled: kernels and graphs compiled; None where no one counted.
         excluded: why the step must not enter a rate.
     """
 
@@ -38,7 +43,21 @@ class Observation:
     tokens: TokenCounts = NO_TOKENS
     on_device: dict[str, torch.Tensor] = field(default_factory=dict)
     nonfinite: torch.Tensor | None = None
+    compiled: int | None = None
     excluded: str | None = None
+
+    def look(self, number: object) -> None:
+        """Note on the device whether a loss or a norm is finite; anything but a tensor is left alone.
+
+        Cost: two device operations on one number. Nothing is read here.
+        """
+        if not isinstance(number, torch.Tensor):
+            return
+        value: Any = number.detach()
+        # A sharded norm: this rank's share of it, so that no collective is needed.
+        value = value.to_local() if hasattr(value, "to_local") else value
+        found = value.isfinite().all().logical_not()
+        self.nonfinite = found if self.nonfinite is None else self.nonfinite.logical_or(found.to(self.nonfinite.device))
 
     def add(self, counts: TokenCounts, on_device: Mapping[str, torch.Tensor] | None = None) -> None:
         """Count one micro-batch."""
@@ -55,6 +74,7 @@ class CountedStep:
     micro_batches: int
     tokens: TokenCounts
     nonfinite: bool | None
+    compiled: int | None
     excluded: str | None
 
 
@@ -79,17 +99,19 @@ class LabelRule:
     Args:
         shifted: the output at a position is compared with the next label, as in a causal language model.
         encoder_decoder: labels belong to a decoder's positions, which come on top of the encoder's.
+        window: sliding window whose pairs are to be counted.
     """
 
     shifted: bool = True
     encoder_decoder: bool = False
+    window: int | None = None
 
     @classmethod
-    def of(cls, model: torch.nn.Module) -> LabelRule:
+    def of(cls, model: torch.nn.Module, window: int | None = None) -> LabelRule:
         """The rule of a transformers model; a causal language model's for anything else."""
         encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
         shifted = not encoder_decoder and getattr(model, "loss_type", None) not in _UNSHIFTED
-        return cls(shifted=shifted, encoder_decoder=encoder_decoder)
+        return cls(shifted=shifted, encoder_decoder=encoder_decoder, window=window)
 
 
 def count_batch(
@@ -116,6 +138,7 @@ def count_batch(
     real: int | None = slots
     documents: int | None = shape[0]
     squared: int | None = shape[0] * shape[1] * shape[1]
+    lengths: torch.Tensor | None = None
     mask, boundaries = keywords.get("attention_mask"), keywords.get("cu_seq_lens_q")
     if torch.is_tensor(boundaries):
         lengths = boundaries.diff().to(torch.int64)
@@ -132,13 +155,17 @@ def count_batch(
     elif keywords.get("position_ids") is not None:
         # Positions may restart inside the row; how many documents that makes is not known without reading them.
         documents = squared = None
+    pairs = _pairs_in_window(shape, squared, lengths, rule)
+    if torch.is_tensor(pairs):
+        on_device["window_pairs"], pairs = pairs, 0
     labels: Any = keywords.get("labels")
     target = _targets(labels, rule)
     if target is not None:
         on_device["target"] = target
     if rule.encoder_decoder:
-        squared = None  # two lengths a document
-        on_device.pop("squared_lengths", None)
+        squared = pairs = None  # two lengths a document
+        for name in ("squared_lengths", "window_pairs"):
+            on_device.pop(name, None)
         if target is None:
             real = None
         else:
@@ -150,12 +177,13 @@ def count_batch(
         target=None if target is None else 0,
         documents=documents,
         squared_lengths=squared,
+        window_pairs=pairs,
     )
     return counts, on_device
 
 
 class GradientProbe:
-    """Looks whether a step's gradient is finite, at the smallest trained tensor nearest to the input.
+    """Finds the gradient that tells whether all are finite: of the smallest trained tensor nearest to the input.
 
     A NaN or infinite loss reaches every gradient, and clipping spreads a NaN norm to all of them, so one tensor tells.
     Cost: one reduction of a few numbers on the device per step.
@@ -164,19 +192,15 @@ class GradientProbe:
     def __init__(self) -> None:
         self._parameter: torch.nn.Parameter | None = None
 
-    def look(self, model: torch.nn.Module) -> torch.Tensor | None:
-        """A boolean scalar on the device, True for a gradient that is not finite; None where there is no gradient."""
+    def smallest(self, model: torch.nn.Module) -> torch.Tensor | None:
+        """The gradient to look at; None where there is none."""
         if self._parameter is None or self._parameter.grad is None:
             trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
             if not trained:
                 return None
             # min() takes the first of equals, and parameters come in order from the input.
             self._parameter = min(trained, key=lambda parameter: parameter.numel())
-        gradient: Any = self._parameter.grad
-        # Sharded gradients: look at this rank's part, so that no collective is needed.
-        local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-        nonfinite: torch.Tensor = local.isfinite().all().logical_not()
-        return nonfinite
+        return self._parameter.grad
 
 
 def _positions(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -188,6 +212,16 @@ def _positions(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[i
     if torch.is_tensor(embedded) and embedded.dim() == 3:
         return embedded.shape[0], embedded.shape[1]
     return None
+
+
+def _pairs_in_window(shape: tuple[int, int], squared: int | None, lengths: torch.Tensor | None, rule: LabelRule) -> Any:
+    """Causal pairs inside the window over the documents: on the device where their lengths are, None if unknown."""
+    if rule.window is None or squared is None:
+        return None
+    if lengths is None:
+        return int(shape[0] * pairs_in_window(shape[1], rule.window))
+    inside = lengths.clamp(max=rule.window).to(torch.int64)
+    return (inside * (inside + 1) // 2 + (lengths - inside) * rule.window).sum()
 
 
 def _targets(labels: Any, rule: LabelRule) -> torch.Tensor | None:
@@ -206,12 +240,13 @@ def _scalars(observation: Observation) -> list[torch.Tensor]:
 def _finish(observation: Observation, values: Any) -> CountedStep:
     found = {name: next(values) for name in observation.on_device}
     tokens = observation.tokens
-    counts = {name: getattr(tokens, name) for name in ("slots", "real", "target", "documents", "squared_lengths")}
+    counts = {name: getattr(tokens, name) for name in _COUNTS}
     # Unknown stays unknown, even if another micro-batch of the step was counted.
     counts = {name: None if value is None else value + found.get(name, 0) for name, value in counts.items()}
     return CountedStep(
         micro_batches=observation.micro_batches,
         tokens=TokenCounts(**counts),
         nonfinite=None if observation.nonfinite is None else bool(next(values)),
+        compiled=observation.compiled,
         excluded=observation.excluded,
     )

@@ -15,7 +15,7 @@ from transformers.trainer_callback import ProgressCallback
 from trl import SFTConfig
 
 from hf_speedkit.core.families import refuse_leaking_family
-from hf_speedkit.core.records import DocumentReport, TokenCounts
+from hf_speedkit.core.records import DocumentReport
 from hf_speedkit.core.summary import PackingSummary, RunSummary, loss_summary, packing_summary
 from hf_speedkit.kernels.fused_layers import fused_layers
 from hf_speedkit.packing.collator import PackedCollator
@@ -39,7 +39,7 @@ from hf_speedkit.trainer.inputs import (
     with_template_kwargs,
 )
 from hf_speedkit.trainer.kernel_callback import activation_dtype
-from hf_speedkit.trainer.mfu_inputs import flops_of
+from hf_speedkit.trainer.mfu_inputs import flops_of, sliding_window
 from hf_speedkit.trainer.output import STEP_LOG_NAME, existing_run, refuse_existing_run
 from hf_speedkit.trainer.packed_layers import packed_layers, padded_attention
 from hf_speedkit.trainer.progress import CompactProgress
@@ -99,6 +99,7 @@ class SpeedSFTTrainer(FastUpdates, SafeCheckpoints):
         self.train_sampler: PackedBatchSampler | None = None
         self._changed_layers: tuple[str, ...] = ()
         self.packing_active = args.packing
+        self.own_head = False
         for name, dataset in named_datasets(train_dataset, eval_dataset):
             check_dataset(dataset, text_field=args.dataset_text_field, formatting_func=formatting_func, name=name)
         if self.packing_active:
@@ -129,9 +130,15 @@ class SpeedSFTTrainer(FastUpdates, SafeCheckpoints):
             # Once more: the launcher may ask for what the settings do not.
             refuse_split_rows(self.accelerator.parallelism_config)
             self._padding_collator = self.data_collator
+            self.own_head = self.use_loss_head()
             # TRL refuses a collator of one's own beside packing, so it takes its place afterwards.
             self.data_collator = StreamCollator(
-                PackedCollator(self._tokenizer.pad_token_id, args.row_slots, target_positions=self.use_loss_head())
+                PackedCollator(
+                    self._tokenizer.pad_token_id,
+                    args.row_slots,
+                    target_positions=self.own_head,
+                    sliding_window=sliding_window(self.model),
+                )
             )
         self.startup = StartupProof(self)
         self.throughput = self._throughput_callback() if args.throughput else None
@@ -219,12 +226,6 @@ class SpeedSFTTrainer(FastUpdates, SafeCheckpoints):
         """Set the sampler's epoch from the number of optimizer steps taken."""
         if self.train_sampler is not None:
             self.train_sampler.set_epoch(global_step // self.train_sampler.steps_per_epoch)
-
-    def count_tokens(self, mode: str, counts: TokenCounts) -> None:
-        """Hand a micro-batch's counts to the metrics."""
-        super().count_tokens(mode, counts)
-        if mode == "train" and self.throughput is not None:
-            self.throughput.count(counts)
 
     @property
     def kernel_mode(self) -> str:
@@ -320,9 +321,17 @@ class SpeedSFTTrainer(FastUpdates, SafeCheckpoints):
     def _throughput_callback(self) -> ThroughputCallback:
         sinks = (JsonlSink(Path(self.args.output_dir) / STEP_LOG_NAME),) if self.args.step_log else ()
         flops = flops_of(self.model)
-        if flops is not None and self.args.device.type == "cuda":
-            flops = replace(flops, head_on="target")  # TRL's fused head scores target positions only on a GPU
-        return ThroughputCallback(flops=flops, sinks=sinks)
+        if flops is not None:
+            # TRL's fused head scores target positions only on a GPU, and makes its product again in backward.
+            on_targets = self.own_head or self.args.device.type == "cuda"
+            flops = replace(flops, head_on="target" if on_targets else "real", head_again=not self.own_head)
+        return ThroughputCallback(
+            flops=flops,
+            sinks=sinks,
+            peak_tflops=self.args.peak_tflops,
+            count_launches_every=self.args.count_launches_every,
+            nonfinite=self.args.nonfinite,
+        )
 
     def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
         """Trainer's count of target tokens, which all ranks gather: waiting for the slowest is no data wait."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -13,26 +11,22 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
+from hf_speedkit.core.errors import NonFiniteError
+from hf_speedkit.core.flops import Part
 from hf_speedkit.core.records import NO_TOKENS, StepRecord, TokenCounts
-from hf_speedkit.core.stepsum import decode, encode, of_step, over_ranks, rank_rows, total
-from hf_speedkit.core.throughput import (
-    JobWindow,
-    Ledger,
-    RunTotals,
-    job_window,
-    mark_warm_up,
-    run_totals,
-    window_metrics,
-)
-from hf_speedkit.measure.gpu_sampler import GpuSampler
+from hf_speedkit.core.throughput import JobWindow, RunTotals, run_totals
+from hf_speedkit.core.window_metrics import window_metrics
+from hf_speedkit.measure.compilations import CompilationCounter
+from hf_speedkit.measure.gpu_sampler import GpuSampler, sampler_of
+from hf_speedkit.measure.launches import LaunchCounter
 from hf_speedkit.measure.step_clock import StepClock, device_timer
-from hf_speedkit.trainer.mfu_inputs import device_peak_tflops, flops_of, missing_notices
+from hf_speedkit.trainer.counted_steps import CountedSteps
+from hf_speedkit.trainer.job_ledger import JobLedger, step_records
+from hf_speedkit.trainer.mfu_inputs import FlopsInputs, missing_notices
 from hf_speedkit.trainer.micro_batches import MicroBatchCounter, counts_its_batch
-from hf_speedkit.trainer.reduction import gather_over_ranks
+from hf_speedkit.trainer.nonfinite import Mode, checked_mode, refusal
 from hf_speedkit.trainer.saved_totals import load_totals, save_totals
-from hf_speedkit.trainer.sinks import SinkGroup
-
-logger = logging.getLogger(__name__)
+from hf_speedkit.trainer.window_report import WindowReport
 
 _PAUSES: Mapping[str, Any] = {"log": "log", "evaluate": "eval", "save": "save"}
 
@@ -50,8 +44,19 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
         flops: model FLOPs of counted tokens, for example `hf_speedkit.core.flops.model_flops(...)`. None: from the
             model's configuration, where the family is known.
         peak_tflops: dense peak of one device. None: from the table in `hf_speedkit.core.devices`.
+        recompute: what a checkpointed layer computes once more, for a selective policy: `LAYER_PARTS` of
+            `hf_speedkit.core.flops` less what it keeps. None: everything, unless there is such a policy (no HFU then).
         sinks: called with each StepRecord on world rank 0; a `WindowSink` (`JsonlSink`) gets windows as well.
-        sample_gpu: sample utilisation, power, clock and memory by NVML.
+        sample_gpu: sample utilisation, power, clock, memory and, on Hopper and later, GPM counters by NVML.
+        count_launches_every: on a GPU, count one step in so many through CUPTI (`hf_speedkit.measure.launches`); the
+            first is step 20 of a session. That step and the one before stay out of the rates. 0: never. Leave it off
+            beside a profiler of your own that follows a schedule: only one can run.
+        nonfinite: "strict" ends training at the logging step after a NaN or infinite loss or gradient (not with fp16,
+            whose scaler skips such steps); "warn" counts and names them.
+
+    Raises:
+        ConfigurationError: `nonfinite` is neither.
+        NonFiniteError: at a logging step, on all ranks.
     """
 
     def __init__(
@@ -59,26 +64,29 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
         *,
         flops: Callable[[TokenCounts], float | None] | None = None,
         peak_tflops: float | None = None,
+        recompute: Collection[Part] | None = None,
         sinks: Iterable[Callable[[StepRecord], object]] = (),
         sample_gpu: bool = True,
+        count_launches_every: int = 100,
+        nonfinite: Mode = "warn",
     ) -> None:
         self.attached = False
-        self._given_flops = flops
-        self._given_peak = peak_tflops
-        self._sinks = SinkGroup(sinks)
+        self._given = FlopsInputs(flops=flops, peak_tflops=peak_tflops, recompute=recompute)
+        self._inputs = self._given
+        self._report = WindowReport(sinks)
         self._sample_gpu = sample_gpu
+        self._count_every = count_launches_every
+        self._nonfinite = checked_mode(nonfinite)
         self._clock = StepClock()
         self._counter = MicroBatchCounter()
+        self._compilations = CompilationCounter()
+        self._counted: CountedSteps | None = None
         self._sampler: GpuSampler | None = None
-        self._ledger = Ledger()
-        self._flops = flops
-        self._peak = peak_tflops
-        self._device = torch.device("cpu")
+        self._job = JobLedger(world_size=1, device=torch.device("cpu"), before=NO_TOKENS)
         self._first_step_reason = "warm-up"
-        self._rank_zero = True
         self._running = False
         self._forward_expected = False
-        self._said_inconsistent = False
+        self._error: NonFiniteError | None = None
 
     # ---- for trainers and other callbacks ---------------------------------------------------------------------------
 
@@ -94,6 +102,20 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
     def exclude(self, reason: str) -> None:
         """Keep the current step out of all rates ("traced", ...); its tokens still count. Call it on every rank."""
         self._counter.current.excluded = reason
+
+    def hold_counting(self, reason: str) -> None:
+        """Do not count launches in the step that begins now: someone else records it. Call it on every rank."""
+        if self._counted is not None:
+            self._counted.hold(reason)
+
+    def look_at(self, number: object) -> None:
+        """Note whether a loss of the current step is finite; nothing is read before the next logging step."""
+        if self._forward_expected:
+            self._counter.current.look(number)
+
+    def look_at_norm(self, norm: object) -> None:
+        """Note whether the gradient's norm is finite; from then on no single gradient is looked at."""
+        self._counter.look_at_norm(norm)
 
     @property
     def step_tokens(self) -> TokenCounts:
@@ -116,7 +138,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
 
     def run_totals(self) -> RunTotals:
         """Tokens of the run and steady rates of this session, up to the last logging step or the end of training."""
-        return run_totals(self._ledger, peak_tflops=self._peak)
+        return run_totals(self._job.ledger, peak_tflops=self._inputs.peak_tflops)
 
     # ---- Trainer events ---------------------------------------------------------------------------------------------
 
@@ -127,27 +149,28 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
         self._stop_helpers()
         self._running = True
         self._forward_expected = False
-        self._said_inconsistent = False
-        self._device = args.device
-        self._rank_zero = state.is_world_process_zero
+        self._error = None
         self._first_step_reason = "resume" if state.global_step > 0 else "warm-up"
-        self._ledger = Ledger(world_size=args.world_size, before=load_totals(state))
-        self._flops = self._given_flops if self._given_flops is not None else flops_of(model)
-        self._peak = self._given_peak if self._given_peak is not None else device_peak_tflops(args, model)
+        self._job = JobLedger(world_size=args.world_size, device=args.device, before=load_totals(state))
+        self._inputs = self._given.completed(args, model)
         self._counter = MicroBatchCounter(own_batch=counts_its_batch(args, model))
-        self._counter.watch(model, counting=lambda: self._forward_expected)
+        self._counter.watch(model, counting=lambda: self._forward_expected, window=self._inputs.window)
+        self._compilations.start()
         self._clock = StepClock(device=device_timer(args.device.type))
-        self._start_sampler(args)
-        if self._rank_zero:
-            for line in missing_notices(args, attached=self.attached, peak=self._peak, flops=self._flops):
-                logger.warning(line)
-            self._sinks.begin(state.global_step)
+        self._report.begin(state)
+        for line in missing_notices(args, attached=self.attached, inputs=self._inputs):
+            self._report.warn_once(line)
+        self._start_helpers(args)
         self._clock.start()
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """The batches are there."""
         self._clock.begin_step()
         self._forward_expected = True
+        if self._counted is not None:
+            current = self._counter.current
+            reason = self._counted.step_begins(self._session_steps + 1, excluded=current.excluded is not None)
+            current.excluded = current.excluded or reason
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
@@ -160,12 +183,16 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
         """The step was issued."""
         self._forward_expected = False
         self._clock.end_step()
-        first = self._ledger.session.steps + self._counter.steps_waiting == 0
+        first = self._session_steps == 0
+        self._counter.current.compiled = self._compilations.take()
         self._counter.end_step(state.global_step, excluded=self._first_step_reason if first else None)
         if first:
             # Once, so that what the first step left in the device's queue is not charged to the steady second one.
             self._clock.settle()
+        if self._counted is not None and self._counted.step_ends(state.global_step, control):
+            self._clock.pause("log")  # reading what CUPTI saw is no part of any step
         self._settle_before_pause(control)
+        self._passed("step_end", attached=False)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """An evaluation or a checkpoint may follow."""
@@ -178,29 +205,37 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
         if not self._running or logs is None or "loss" not in logs:
             return
         self._clock.settle()
-        records, window = self._reduce()
+        records, window = self._enter()
         if records:
-            metrics = window_metrics(window, self._ledger, peak_tflops=self._peak)
-            self._note_nonfinite(window, metrics, logs, state)
-            self._report(records, metrics, logs, state)
-            save_totals(state, self._ledger.run_tokens)
+            metrics = window_metrics(
+                window,
+                self._job.ledger,
+                peak_tflops=self._inputs.peak_tflops,
+                tensor_clock_mhz=self._inputs.tensor_clock_mhz,
+            )
+            found = self._report.nonfinite(window, metrics, logs, args, state)
+            if found is not None and self._nonfinite == "strict" and not args.fp16:
+                self._error = refusal(found, logs)
+            self._report.window(records, metrics, logs, state)
+            save_totals(state, self._job.ledger.run_tokens)
         self._clock.pause("log")
+        self._passed("log", attached=False)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Evaluation is over."""
         self._clock.pause("eval")
+        self._passed("eval", attached=False)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """A checkpoint was written."""
         self._clock.pause("save")
+        self._passed("save", attached=False)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Count the steps after the last log and close everything."""
         self._clock.settle()
-        records, _window = self._reduce(last=True)
-        if self._rank_zero:
-            self._sinks.steps(records)
-            self._sinks.close()
+        records, _window = self._enter(last=True)
+        self._report.end(records)
         self._stop_helpers()
         self._running = False
 
@@ -216,10 +251,28 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
             self._clock.loop_goes_on()
         else:
             self._clock.pause(_PAUSES[event])
+        if event != "epoch_end":
+            self._passed(_PAUSES.get(event, event), attached=True)
         if self._is_followed_by_save(event, args, control):
-            self._totals_into(state)
+            # One host read and one all-gather, where a checkpoint is written.
+            save_totals(state, self._job.run_tokens_with(self._counter.peek()))
 
     # ---- inside -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _session_steps(self) -> int:
+        return self._job.steps + self._counter.steps_waiting
+
+    def _passed(self, event: str, *, attached: bool) -> None:
+        """An event is through for every callback: told by the marker where there is one, else by this callback."""
+        if attached is not self.attached or not self._running:
+            return
+        if event == "log" and self._error is not None:
+            error, self._error = self._error, None
+            self._stop_helpers()
+            raise error
+        if self._counted is not None and event != "train_begin":
+            self._counted.through(event)
 
     def _settle_before_pause(self, control: TrainerControl) -> None:
         # Both wait for the device anyway: its remaining work must count as training and not as that pause. Where a log
@@ -227,84 +280,21 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
         if (control.should_save or control.should_evaluate) and not control.should_log:
             self._clock.settle()
 
-    def _reduce(self, *, last: bool = False) -> tuple[tuple[StepRecord, ...], JobWindow]:
-        """Finish this rank's steps, exchange sums with the others, enter them into the ledger. All ranks together."""
-        records = self._records()
-        usage = None if self._sampler is None else self._sampler.window()
-        later, *others = rank_rows(records, self._ledger.early_left)
-        if last:
-            pauses = self._clock.pauses_since_last_step
-            later = replace(
-                later,
-                eval_time_s=later.eval_time_s + pauses.eval_time_s,
-                save_time_s=later.save_time_s + pauses.save_time_s,
-                log_time_s=later.log_time_s + pauses.log_time_s,
-            )
-        mine = encode((later, *others), usage)
-        rows, gpus = zip(*map(decode, gather_over_ranks(mine, self._device)), strict=True)
-        window = job_window(rows, self._ledger, gpus)
-        self._ledger = self._ledger.with_window(window)
-        if not window.consistent and self._rank_zero and not self._said_inconsistent:
-            self._said_inconsistent = True
-            logger.warning("ranks report different steps: totals are right, rates are left out")
-        return mark_warm_up(records, window), window
-
-    def _records(self) -> tuple[StepRecord, ...]:
-        # Waits for the device: logging steps and the end of training only, after `settle`.
-        steps = self._counter.take()
-        return tuple(
-            StepRecord(
-                step=number,
-                micro_batches=counted.micro_batches,
-                tokens=counted.tokens,
-                step_time_s=times.step_time_s,
-                data_wait_s=times.data_wait_s,
-                host_time_s=times.host_time_s,
-                device_time_s=times.device_time_s,
-                device_wait_s=times.device_wait_s if self._clock.has_device else None,
-                eval_time_s=times.eval_time_s,
-                save_time_s=times.save_time_s,
-                log_time_s=times.log_time_s,
-                flops=None if self._flops is None else self._flops(counted.tokens),
-                nonfinite=counted.nonfinite,
-                excluded=counted.excluded,
-            )
-            for (number, counted), times in zip(steps, self._clock.take(), strict=True)
+    def _enter(self, *, last: bool = False) -> tuple[tuple[StepRecord, ...], JobWindow]:
+        """Finish this rank's steps and enter them together with the other ranks'. Waits for the device: logging steps
+        and the end of training only, after `settle`."""
+        records = step_records(
+            self._counter.take(), self._clock.take(), self._inputs, has_device=self._clock.has_device
         )
-
-    def _report(
-        self, records: tuple[StepRecord, ...], metrics: dict[str, float], logs: dict[str, Any], state: TrainerState
-    ) -> None:
-        own = {key: value for key, value in logs.items() if isinstance(value, (int, float))}
-        logs.update(metrics)
-        # The Trainer has stored its copy of `logs` before callbacks ran: complete it, for trainer_state.json.
-        if state.log_history and state.log_history[-1].get("step") == state.global_step:
-            state.log_history[-1].update(metrics)
-        if self._rank_zero:
-            self._sinks.steps(records)
-            self._sinks.window(state.global_step, {**own, **metrics})
-
-    def _note_nonfinite(
-        self, window: JobWindow, metrics: dict[str, float], logs: dict[str, Any], state: TrainerState
-    ) -> None:
-        everything = total([window.steady, window.excluded])
-        count, first = everything.nonfinite or 0, everything.first_nonfinite
-        norm = logs.get("grad_norm")
-        if count == 0 and isinstance(norm, float) and not math.isfinite(norm):
-            count, first = 1, state.global_step
-            metrics["speed/nonfinite_steps"] = count
-        if count == 0:
-            return
-        if count == everything.steps:
-            # The Trainer's filter has put the mean of earlier losses there, or 0: nothing of it was measured.
-            logs["loss"] = math.nan
-        if self._rank_zero:
-            logger.warning(
-                "%d of the last %d steps had a NaN or infinite gradient, the first was step %s",
-                count,
-                everything.steps,
-                first,
-            )
+        records, window = self._job.enter(
+            records,
+            usage=None if self._sampler is None else self._sampler.window(),
+            counted=None if self._counted is None else self._counted.take(),
+            pauses=self._clock.pauses_since_last_step if last else None,
+        )
+        if not window.consistent:
+            self._report.warn_once("ranks report different steps: totals are right, rates are left out")
+        return records, window
 
     def _is_followed_by_save(self, event: str, args: TrainingArguments, control: TrainerControl) -> bool:
         """Whether a checkpoint comes next whose totals no log will bring up to date; the same answer on all ranks."""
@@ -314,27 +304,27 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
             return bool(args.save_strategy == SaveStrategy.BEST)  # decided after this callback
         return event in ("step_end", "epoch_end") and control.should_save and not control.should_log
 
-    def _totals_into(self, state: TrainerState) -> None:
-        """Bring the saved totals up to this step. One host read and one all-gather, where a checkpoint is written."""
-        tokens = NO_TOKENS
-        for _number, counted in self._counter.peek():
-            tokens = tokens + counted.tokens
-        row = of_step(StepRecord(step=state.global_step, micro_batches=0, tokens=tokens, step_time_s=0.0))
-        ranks = [decode(vector)[0][0] for vector in gather_over_ranks(encode((row,), None), self._device)]
-        before = self._ledger.run_tokens
-        save_totals(state, None if before is None else before + over_ranks(ranks).tokens)
-
-    def _start_sampler(self, args: TrainingArguments) -> None:
-        if not self._sample_gpu or args.device.type != "cuda":
+    def _start_helpers(self, args: TrainingArguments) -> None:
+        if args.device.type != "cuda":
             return
-        index = args.device.index or 0
-        self._sampler = GpuSampler(index, uuid=f"GPU-{torch.cuda.get_device_properties(index).uuid}")
-        self._sampler.start()
-        if self._sampler.reason is not None:
-            logger.warning("no GPU utilisation will be logged: %s", self._sampler.reason)
+        if self._count_every > 0:
+            counter = LaunchCounter()
+            self._counted = CountedSteps(
+                self._count_every, counter=counter, say=self._report.warn_once, alone=args.world_size == 1
+            )
+        if self._sample_gpu:
+            self._sampler = sampler_of(args.device)
+            self._sampler.start()
+            for reason, what in ((self._sampler.reason, "utilisation"), (self._sampler.gpm_reason, "GPM counters")):
+                if reason is not None:
+                    self._report.warn_once(f"no GPU {what} will be logged: {reason}")
 
     def _stop_helpers(self) -> None:
         self._counter.unwatch()
+        self._compilations.stop()
+        if self._counted is not None:
+            self._counted.close()
+            self._counted = None
         if self._sampler is not None:
             self._sampler.stop()
             self._sampler = None

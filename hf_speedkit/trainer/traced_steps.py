@@ -24,7 +24,10 @@ class TracedSteps(TrainerCallback):  # type: ignore[misc]
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Keep the step out of all rates if a profiler slows it, on every rank alike."""
-        reason = self.trace.excluded(state.global_step + 1)
+        step = state.global_step + 1
+        if self.trace.excluded(step) or self.trace.excluded(step + 1):
+            self.throughput.hold_counting("a trace is recorded at that step, and only one profiler can run")
+        reason = self.trace.excluded(step)
         if reason is not None:
             self.throughput.exclude(reason)
 

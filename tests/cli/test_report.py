@@ -107,7 +107,7 @@ def test_gaps_stay_gaps(tmp_path, out):
 
 
 @pytest.mark.parametrize("title", ["Tokens per second and GPU utilisation", "Where a step's time goes",
-                                   "Model FLOPs utilisation (MFU)", "GPU memory in use", "Loss"])  # fmt: skip
+                                   "FLOP utilisation (MFU, HFU, OFU)", "GPU memory in use", "Loss"])  # fmt: skip
 def test_every_chart_is_there_with_a_unit(tmp_path, out, title):
     page = page_of(out, logs.write(tmp_path / "first", logs.run(40)))
     found = {svg.get("aria-label"): svg for svg in drawings(page)}

@@ -6,12 +6,25 @@ convolution as the formula means them (the torch fallback does chunked products)
 maps, heads and softmax attention alone, with the recurrence replaced by something that costs nothing.
 """
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from hf_speedkit.core.flops import DENSE, FAMILIES, HYBRID, SPARSE, ModelFlops, model_flops
+from hf_speedkit.core.flops import (
+    DENSE,
+    FAMILIES,
+    HYBRID,
+    LAYER_PARTS,
+    REENTRANT_PARTS,
+    SPARSE,
+    ModelFlops,
+    model_flops,
+)
 from hf_speedkit.core.records import TokenCounts
 
 TOKENS = 12
@@ -256,3 +269,76 @@ def test_a_model_that_is_not_known_has_no_flops(config):
 
 def test_the_families_are_named():
     assert FAMILIES == DENSE | SPARSE | HYBRID
+
+
+def checkpointed(family, monkeypatch, **checkpointing):
+    """FLOPs by torch's counter of one document under checkpointing, and the formula."""
+    model = tiny(family).train()
+    formula = model_flops(model.config.to_dict(), causal=False)
+    if family in HYBRID:
+        without_recurrence(model, monkeypatch)
+        formula = replace(formula, core_per_token=0.0)
+    model.activation_checkpointing_enable(checkpointing)
+    return counted(model, [TOKENS]), formula
+
+
+def of_one_document(formula, parts):
+    counts = TokenCounts(slots=TOKENS, real=TOKENS, target=TOKENS, documents=1, squared_lengths=TOKENS**2)
+    if formula.per_pair_in_window:  # a document shorter than the window: its layers see every pair
+        more = sum(per_pair for _window, per_pair in formula.per_pair_in_window)
+        formula = replace(formula, per_pair_in_window=(), per_pair=formula.per_pair + more)
+    return formula.training([TOKENS]) + formula.recomputed(counts, parts)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_recompute_of_full_checkpointing_equals_the_flop_counter(family, monkeypatch):
+    flops, formula = checkpointed(family, monkeypatch, use_reentrant=False)
+    assert flops == of_one_document(formula, LAYER_PARTS)
+    assert flops > formula.training([TOKENS])
+
+
+def test_reentrant_checkpointing_computes_the_last_projection_as_well(monkeypatch):
+    model = tiny("qwen3").train()
+    model.enable_input_require_grads()
+    formula = model_flops(model.config.to_dict(), causal=False)
+    model.activation_checkpointing_enable({"use_reentrant": True})
+    assert counted(model, [TOKENS]) == of_one_document(formula, REENTRANT_PARTS)
+
+
+@pytest.mark.parametrize(
+    ("kept", "recomputed"),
+    [
+        ([torch.ops.aten.mm.default], {"attention"}),
+        ([torch.ops.aten.bmm.default], LAYER_PARTS - {"attention"}),
+        ([torch.ops.aten.mm.default, torch.ops.aten.bmm.default], set()),
+    ],
+    ids=["linear maps kept", "attention kept", "both kept"],
+)
+def test_recompute_of_selective_checkpointing_equals_the_flop_counter(kept, recomputed, monkeypatch):
+    flops, formula = checkpointed(
+        "qwen3",
+        monkeypatch,
+        use_reentrant=False,
+        context_fn=partial(create_selective_checkpoint_contexts, kept),
+    )
+    assert flops == of_one_document(formula, recomputed)
+
+
+def test_recompute_of_the_head_is_on_the_tokens_that_it_scores():
+    formula = model_flops(tiny("llama").config.to_dict(), head_on="target")
+    counts = TokenCounts(slots=32, real=27, target=9, documents=1, squared_lengths=729)
+    assert formula.recomputed(counts, {"head"}) == 2 * SIZES["hidden_size"] * SIZES["vocab_size"] * 9
+    assert formula.recomputed(replace(counts, target=None), {"head"}) is None
+    assert formula.recomputed(replace(counts, real=None), LAYER_PARTS) is None
+    with pytest.raises(ValueError, match="not a part of a model: everything"):
+        formula.recomputed(counts, {"everything"})
+
+
+def test_a_sliding_window_is_counted_where_its_pairs_are():
+    formula = model_flops({**tiny("mistral").config.to_dict(), "sliding_window": 4})
+    lengths = (3, 11, 5, 8)
+    counts = TokenCounts(slots=27, real=27, target=9, documents=4, squared_lengths=219)
+    assert formula.window == 4
+    assert formula(counts) is None
+    pairs = sum(int(torch.ones(n, n).tril().triu(1 - 4).sum()) for n in lengths)
+    assert formula(replace(counts, window_pairs=pairs)) == formula.training(lengths)

@@ -1,22 +1,16 @@
 """Rates, totals and warm-up from StepRecords alone."""
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
 from hf_speedkit.core.metrics import METRICS
 from hf_speedkit.core.records import GpuUsage, StepRecord, TokenCounts
+from hf_speedkit.core.step_parts import ACTIVITY_FIELDS, StepActivity
 from hf_speedkit.core.stepsum import decode, encode, of_step, over_ranks, rank_rows, total
-from hf_speedkit.core.throughput import (
-    EARLY_STEPS,
-    Ledger,
-    job_window,
-    mark_warm_up,
-    metrics_of,
-    run_totals,
-    window_metrics,
-)
+from hf_speedkit.core.throughput import EARLY_STEPS, Ledger, job_window, mark_warm_up, run_totals
+from hf_speedkit.core.window_metrics import metrics_of, window_metrics
 
 
 def tokens(slots, real=None, target=None, documents=1, squared=None):
@@ -37,9 +31,9 @@ def run(seconds, counts=None):
     return [step(number, time, counts or tokens(1000)) for number, time in enumerate(seconds, start=1)]
 
 
-def window_of(ranks, ledger=None, gpus=()):
+def window_of(ranks, ledger=None, gpus=(), activities=()):
     ledger = ledger or Ledger(world_size=len(ranks))
-    window = job_window([rank_rows(records, ledger.early_left) for records in ranks], ledger, gpus)
+    window = job_window([rank_rows(records, ledger.early_left) for records in ranks], ledger, gpus, activities)
     return window, ledger.with_window(window)
 
 
@@ -228,8 +222,9 @@ def test_rows_survive_the_trip_between_ranks_exactly():
     ]
     rows = rank_rows(records, EARLY_STEPS)
     usage = GpuUsage(samples=3, utilization_percent=98.0, power_w=None, memory_gib=12.5)
-    assert decode(encode(rows, usage)) == (rows, usage)
-    assert decode(encode(rows, None)) == (rows, None)
+    activity = StepActivity(**{**dict.fromkeys(ACTIVITY_FIELDS, 2.5), "overlapped_s": None})
+    assert decode(encode(rows, usage)) == (rows, usage, None)
+    assert decode(encode(rows, None, activity)) == (rows, None, activity)
     assert total(rows).first_nonfinite == 3
 
 
@@ -270,13 +265,14 @@ def test_every_key_that_can_be_logged_is_documented_and_the_other_way_round():
         save_time_s=1.0,
         log_time_s=1.0,
         flops=1e12,
+        recomputed_flops=1e11,
+        compiled_kernels=0,
         nonfinite=False,
     )
-    usage = GpuUsage(
-        samples=1, utilization_percent=1.0, power_w=1.0, sm_clock_mhz=1.0, memory_gib=1.0, throttled_percent=1.0
-    )
-    window, ledger = window_of([[record, record]] * 2, gpus=[usage, usage])
-    metrics = window_metrics(window, ledger, peak_tflops=100.0)
+    usage = GpuUsage(samples=1, **dict.fromkeys([field.name for field in fields(GpuUsage)][1:], 1.0))
+    activity = StepActivity(**dict.fromkeys(ACTIVITY_FIELDS, 1.0))
+    window, ledger = window_of([[record, record]] * 2, gpus=[usage, usage], activities=[activity] * 2)
+    metrics = window_metrics(window, ledger, peak_tflops=100.0, tensor_clock_mhz=1830.0)
     assert set(metrics) == set(METRICS)
     assert all(metric.unit and metric.formula and metric.cost for metric in METRICS.values())
 
@@ -287,12 +283,49 @@ def test_the_keys_are_stable():
         *rates,
         *(f"{rate}_per_device" for rate in rates),
         *("packing_efficiency", "target_share", "step_time_s", "data_wait_s", "host_time_s", "device_time_s"),
-        *("device_wait_s", "model_tflops_per_device", "mfu", "steady_steps", "excluded_steps", "nonfinite_steps"),
+        *("device_wait_s", "model_tflops_per_device", "mfu", "hfu"),
+        *("launch_calls", "launches", "kernels", "memcpy", "memset", "device_busy_s", "communication_s"),
+        *("host_wait_s", "counted_step_time_s", "count_cost_s"),
+        *("part_data_wait_s", "part_host_only_s", "part_overlapped_s", "part_device_only_s", "part_exposed_comm_s"),
+        *("steady_steps", "excluded_steps", "nonfinite_steps", "compiled_kernels"),
         *("eval_time_s", "save_time_s", "log_time_s"),
         *("total_slots", "total_real_tokens", "total_target_tokens", "total_documents"),
         *("step_time_min_s", "step_time_max_s", "step_time_max_rank"),
         *("data_wait_min_s", "data_wait_max_s", "data_wait_max_rank"),
         *("target_tokens_min", "target_tokens_max", "target_tokens_max_rank"),
         *("gpu_utilization", "gpu_power_w", "gpu_sm_clock_mhz", "gpu_memory_gib", "gpu_throttled"),
+        *("gpu_sm_active", "gpu_tensor_active", "gpu_dram_active", "ofu"),
     }
     assert set(METRICS) == {f"speed/{name}" for name in expected}
+
+
+def test_one_rank_has_no_rates_per_device():
+    one, two = (metrics_of([run([1.0, 1.0])] * ranks) for ranks in (1, 2))
+    assert not [key for key in one if key.endswith("per_second_per_device")]
+    assert two["speed/slots_per_second_per_device"] == one["speed/slots_per_second"]
+
+
+def test_hfu_adds_what_is_computed_once_more():
+    records = [step(number, 1.0, tokens(10), flops=40e12, recomputed_flops=10e12) for number in (1, 2)]
+    metrics = metrics_of([records], peak_tflops=100.0)
+    assert (metrics["speed/mfu"], metrics["speed/hfu"]) == (40.0, 50.0)
+    unknown = [replace(record, recomputed_flops=None) for record in records]
+    assert "speed/hfu" not in metrics_of([unknown], peak_tflops=100.0)
+
+
+def test_ofu_is_the_tensor_pipes_activity_at_the_clock_of_the_peak():
+    usage = GpuUsage(samples=1, tensor_active_percent=50.0, sm_clock_mhz=915.0)
+    window, ledger = window_of([run([1.0, 1.0])], gpus=[usage])
+    assert window_metrics(window, ledger, tensor_clock_mhz=1830.0)["speed/ofu"] == 25.0
+    assert "speed/ofu" not in window_metrics(window, ledger)  # the peak's clock is not known: no guess
+
+
+def test_compilations_are_summed_over_steps_and_the_most_over_ranks():
+    ranks = [[step(number, 1.0, tokens(1), compiled_kernels=rank * number) for number in (1, 2)] for rank in (1, 3)]
+    assert metrics_of(ranks)["speed/compiled_kernels"] == 9
+
+
+def test_the_parts_of_a_step_without_a_device_are_waiting_and_work():
+    metrics = metrics_of([[step(number, 1.0, tokens(1), data_wait_s=0.25) for number in (1, 2)]])
+    assert (metrics["speed/part_data_wait_s"], metrics["speed/part_host_only_s"]) == (0.25, 0.75)
+    assert "speed/part_overlapped_s" not in metrics  # there is no device: not measured, and not 0

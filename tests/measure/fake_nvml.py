@@ -11,6 +11,11 @@ class FakeNvml:
     NVMLError = NVMLError
     NVML_CLOCK_SM = 1
 
+    NVML_GPM_METRIC_SM_UTIL = 2
+    NVML_GPM_METRIC_ANY_TENSOR_UTIL = 5
+    NVML_GPM_METRIC_DRAM_BW_UTIL = 10
+    NVML_GPM_METRICS_GET_VERSION = 1
+
     def __init__(self, names=("NVIDIA H200",), *, broken=None, unsupported=()):
         self.names = list(names)
         self.broken = broken
@@ -18,6 +23,9 @@ class FakeNvml:
         self.users = 0
         self.utilization = 98
         self.reasons = 0
+        self.gpm = {2: 91.0, 5: 55.0, 10: 33.0}  # rates by metric
+        self.gpm_samples = 0  # allocated and not freed
+        self.gpm_taken = 0
 
     def nvmlInit(self):
         if self.broken:
@@ -71,6 +79,32 @@ class FakeNvml:
     def nvmlDeviceGetCurrentClocksEventReasons(self, handle):
         self._check("reasons")
         return self.reasons
+
+    def nvmlGpmQueryDeviceSupport(self, handle):
+        self._check("gpm question")
+        return SimpleNamespace(isSupportedDevice=int("gpm" not in self.unsupported))
+
+    def nvmlGpmSampleAlloc(self):
+        self.gpm_samples += 1
+        return {"at": None}
+
+    def nvmlGpmSampleFree(self, sample):
+        self.gpm_samples -= 1
+
+    def nvmlGpmSampleGet(self, handle, sample):
+        self._check("gpm sample")
+        self.gpm_taken += 1
+        sample["at"] = self.gpm_taken
+
+    def c_nvmlGpmMetricsGet_t(self):
+        return SimpleNamespace(metrics=[SimpleNamespace(metricId=None, nvmlReturn=None, value=None) for _ in range(5)])
+
+    def nvmlGpmMetricsGet(self, wanted):
+        assert wanted.version == 1
+        assert wanted.sample1["at"] < wanted.sample2["at"]  # the older one first
+        for metric in wanted.metrics[: wanted.numMetrics]:
+            known = metric.metricId in self.gpm
+            metric.nvmlReturn, metric.value = (0, self.gpm[metric.metricId]) if known else (3, 0.0)
 
     def _check(self, what):
         if what in self.unsupported:

@@ -135,3 +135,46 @@ def test_the_uuid_decides_which_gpu_is_meant(sampler, monkeypatch):
     one = sampler(0, uuid="GPU-00000002-aaaa", interval_s=60.0, nvml=nvml)
     one.start()
     assert seen == [2]
+
+
+def test_gpm_counters_are_rates_between_two_samples(sampler):
+    nvml = FakeNvml()
+    one = sampler(interval_s=0.01, nvml=nvml)
+    one.start()
+    first = one.window()
+    assert (first.sm_active_percent, first.tensor_active_percent) == (None, None)  # no time has passed yet
+    wait_for(lambda: one._samples)
+    usage = one.window()
+    assert (usage.sm_active_percent, usage.tensor_active_percent, usage.dram_active_percent) == (91.0, 55.0, 33.0)
+    assert one.gpm_reason is None
+    one.stop()
+    assert nvml.gpm_samples == 0  # both were given back
+
+
+@pytest.mark.parametrize(
+    ("unsupported", "says"),
+    [("gpm", "has no GPM counters"), ("gpm question", "cannot be asked for"), ("gpm sample", "cannot be read")],
+)
+def test_a_gpu_without_gpm_has_the_rest_and_a_reason(sampler, unsupported, says):
+    nvml = FakeNvml(unsupported=(unsupported,))
+    one = sampler(interval_s=0.01, nvml=nvml)
+    one.start()
+    wait_for(lambda: len(one._samples) > 1)
+    usage = one.window()
+    assert usage.utilization_percent == 98
+    assert usage.tensor_active_percent is None
+    assert says in one.gpm_reason
+    one.stop()
+    assert nvml.gpm_samples == 0
+
+
+def test_a_counter_that_the_device_lacks_is_none_and_not_zero(sampler):
+    nvml = FakeNvml()
+    del nvml.gpm[5]
+    one = sampler(interval_s=0.01, nvml=nvml)
+    one.start()
+    one.window()
+    wait_for(lambda: one._samples)
+    usage = one.window()
+    assert usage.tensor_active_percent is None
+    assert usage.sm_active_percent == 91.0

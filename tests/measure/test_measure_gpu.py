@@ -9,7 +9,7 @@ from hf_speedkit.core.devices import find_device
 from hf_speedkit.measure.environment import collect_environment, visible_gpus
 from hf_speedkit.measure.gpu_sampler import GpuSampler
 from hf_speedkit.measure.step_clock import StepClock, device_timer
-from hf_speedkit.trainer.observation import GradientProbe, LabelRule, count_batch
+from hf_speedkit.trainer.observation import GradientProbe, LabelRule, Observation, count_batch
 
 pytestmark = pytest.mark.gpu
 
@@ -69,7 +69,7 @@ def test_v62_what_runs_in_every_step_waits_for_nothing(matrix):
         clock.begin_step()
         count_batch((), batch, LabelRule())
         count_batch((), packed, LabelRule())
-        probe.look(model)
+        Observation().look(probe.smallest(model))
         clock.end_step()
         took_s = time.perf_counter() - began
     finally:

@@ -12,7 +12,14 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
-from hf_speedkit.core.errors import ConfigurationError, DatasetError, IsolationError, KernelAssertionError, PackingError
+from hf_speedkit.core.errors import (
+    ConfigurationError,
+    DatasetError,
+    IsolationError,
+    KernelAssertionError,
+    NonFiniteError,
+    PackingError,
+)
 from hf_speedkit.core.records import KernelVerdict
 from hf_speedkit.core.throughput import RunTotals
 
@@ -343,15 +350,18 @@ def test_v20_v31_documents_without_targets_are_dropped_and_counted_or_refused(tm
         trainer_for(tmp_path / "b", dataset=tokenized([4, 4], targets_from=10))
 
 
-def test_v30_a_nan_loss_is_shown_as_nan_and_counted(tmp_path):
+def test_v30_a_nan_loss_is_shown_as_nan_and_counted_and_ends_training_by_default(tmp_path):
     class Poison(TrainerCallback):
         def on_step_begin(self, args, state, control, model=None, **_):
             if state.global_step == 2:
                 with torch.no_grad():
                     model.lm_head.weight[0, 0] = float("nan")
 
-    trainer = trainer_for(tmp_path, max_steps=4, callbacks=[Poison()])
+    trainer = trainer_for(tmp_path / "warn", max_steps=4, callbacks=[Poison()], nonfinite="warn")
     trainer.train()
+    strict = trainer_for(tmp_path / "strict", max_steps=4, callbacks=[Poison()])
+    with pytest.raises(NonFiniteError, match="the first was step 3"):
+        strict.train()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert math.isfinite(logged[1]["loss"])
     assert math.isnan(logged[2]["loss"])

@@ -70,6 +70,22 @@ def test_v26_eval_loss_of_a_mixture_of_experts_weighs_tokens_and_not_rows(tmp_pa
     assert trainer.evaluate()["eval_loss"] == pytest.approx(token_mean_loss(model, held_out), rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    "changes", [{"router_aux_loss_coef": 0.01}, {"label_smoothing_factor": 0.1}, {"loss_type": "dft"}], ids=str
+)
+def test_num_tokens_counts_real_tokens_where_trls_own_loss_serves(tmp_path, changes):
+    """TRL counts every position of a packed row, padding included; two rows a step, so that micro-batches add up."""
+    model = tiny_mixture() if "router_aux_loss_coef" in changes else None
+    trainer = trainer_for(tmp_path, model=model, gradient_accumulation_steps=2, num_train_epochs=2, **changes)
+    assert not trainer._is_plain_nll()
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["num_tokens"] for entry in logged] == [entry["speed/total_real_tokens"] for entry in logged]
+    assert logged[-1]["num_tokens"] == 2 * sum(LENGTHS)
+    assert logged[-1]["num_tokens"] < logged[-1]["speed/total_slots"]
+
+
 def test_the_isolation_probe_sees_the_model_as_it_trains(tmp_path):
     """A loaded model is in evaluation mode, where nothing is checkpointed and no dropout is drawn."""
     model = tiny_hybrid().eval()

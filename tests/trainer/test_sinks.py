@@ -40,7 +40,8 @@ def test_a_run_leaves_a_session_its_steps_and_its_windows(tmp_path):
     assert found[0]["environment"]["packages"]["torch"]
     assert [line["step"] for line in found if line["kind"] == "step"] == [1, 2, 3, 4]
     assert found[1]["excluded"] == "warm-up"
-    assert found[1]["tokens"] == {"slots": 10, "real": 10, "target": 6, "documents": 2, "squared_lengths": 50}
+    counted = {"slots": 10, "real": 10, "target": 6, "documents": 2, "squared_lengths": 50, "window_pairs": None}
+    assert found[1]["tokens"] == counted
     metrics = found[-1]["metrics"]
     assert {key for key in metrics if key.startswith("speed/")} <= set(METRICS)
     assert metrics["loss"] > 0

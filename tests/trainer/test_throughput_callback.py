@@ -183,7 +183,7 @@ def test_v30_a_window_with_a_nan_step_keeps_the_mean_of_the_others_and_says_so(t
     with caplog.at_level(logging.WARNING):
         train(trainer)
     assert training_rows(trainer)[-1]["speed/nonfinite_steps"] == 1
-    assert "1 of the last 3 steps had a NaN or infinite gradient, the first was step 3" in caplog.text
+    assert "1 of the last 3 steps had a NaN or infinite loss or gradient, the first was step 3" in caplog.text
 
 
 def test_v81_an_empty_report_to_is_said_once(tmp_path, caplog):

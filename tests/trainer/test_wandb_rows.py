@@ -8,11 +8,7 @@ from wandb_file import history
 from hf_speedkit.trainer.attach import attach
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback
 
-RATES = [
-    f"train/speed/{name}_per_second{per}"
-    for name in ("slots", "real_tokens", "target_tokens")
-    for per in ("", "_per_device")
-]
+RATES = [f"train/speed/{name}_per_second" for name in ("slots", "real_tokens", "target_tokens")]
 
 
 @pytest.fixture

@@ -1,0 +1,133 @@
+"""What a logging window's metrics say: what limits the step, with the numbers, and what does not fit together. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hf_speedkit.core.records import Finding, Severity
+from hf_speedkit.core.step_parts import PARTS
+
+LIMIT_SHARE = 0.10
+"""Share of a step from which on a part limits it; the traces' rules use the same (`trace_limits.IDLE_MATTERS`)."""
+
+OFU_GAP = 10.0
+"""Points between FLOP utilisation by our formula and by the tensor pipes' counter beyond which one of them is wrong.
+
+The counter's authors found about 2 points on healthy runs (arXiv 2605.20799).
+"""
+
+_LIMITS = {
+    "data_wait": (
+        "input_bound",
+        "Input-bound: {share:.0%} of the step passes waiting for a batch.",
+        "raise dataloader_num_workers and dataloader_prefetch_factor, tokenize before training",
+    ),
+    "host_only": (
+        "host_bound",
+        "Host-bound: for {share:.0%} of the step the device waits for the host to issue work.",
+        "hf-speedkit doctor MODEL names slow fallbacks; else start fewer, larger kernels (fused layers, packing)",
+    ),
+    "exposed_comm": (
+        "communication_bound",
+        "Communication-bound: {share:.0%} of the step is communication that nothing hides.",
+        "compare the ranks' step times for a straggler first; then accumulate gradients or raise tokens_per_batch",
+    ),
+}
+
+
+def window_findings(metrics: Mapping[str, float]) -> tuple[Finding, ...]:
+    """What is to be said of a window; the limit of the step first, where its parts are known.
+
+    Args:
+        metrics: of one window, by key.
+    """
+    found = (step_limit(metrics), flop_gap(metrics))
+    return tuple(finding for finding in found if finding is not None)
+
+
+def step_limit(metrics: Mapping[str, float]) -> Finding | None:
+    """What limits the step: input, host, communication or the device.
+
+    By the parts of the counted step where the window holds one. Without a count the device's clock still tells waiting
+    for data: step time less device time is what passes between two steps on the device. None where nothing is known.
+    """
+    parts = {name: metrics[f"speed/part_{name}_s"] for name in PARTS if f"speed/part_{name}_s" in metrics}
+    step = sum(parts.values())
+    if not parts or step <= 0:
+        return _input_bound_by_clock(metrics)
+    evidence = tuple(f"{name.replace('_', ' ')} {seconds * 1e3:,.1f} ms" for name, seconds in parts.items())
+    evidence = (f"step {step * 1e3:,.1f} ms: {', '.join(evidence)}",)
+    if "device_only" not in parts:  # no device: the host computes
+        limiting = "data_wait" if parts["data_wait"] >= LIMIT_SHARE * step else None
+    else:
+        largest = max(_LIMITS, key=lambda name: parts.get(name, 0.0))
+        limiting = largest if parts[largest] >= LIMIT_SHARE * step else None
+    if limiting is not None:
+        rule, message, advice = _LIMITS[limiting]
+        return Finding(
+            rule=rule,
+            severity=Severity.WARNING,
+            message=message.format(share=parts[limiting] / step),
+            evidence=evidence,
+            advice=advice,
+        )
+    if "device_only" not in parts:
+        return Finding(
+            rule="host_computes",
+            severity=Severity.NOTE,
+            message="Without a device the host does the computing: nothing else limits the step.",
+            evidence=evidence,
+            advice="train on a GPU",
+        )
+    busy = (parts["overlapped"] + parts["device_only"]) / step
+    return Finding(
+        rule="device_bound",
+        severity=Severity.NOTE,
+        message=f"Device-bound, as it should be: the device computes for {busy:.0%} of the step.",
+        evidence=evidence,
+        advice="look at MFU; hf-speedkit trace shows which kernels the time goes to",
+    )
+
+
+def flop_gap(metrics: Mapping[str, float]) -> Finding | None:
+    """Whether our FLOPs and the tensor pipes' counter disagree; recompute is work to the counter, so HFU is compared.
+
+    Only in a window without pauses and excluded steps: the counter is a mean over all of the window's time.
+    """
+    ofu, ours = metrics.get("speed/ofu"), metrics.get("speed/hfu", metrics.get("speed/mfu"))
+    pauses = sum(metrics.get(f"speed/{kind}_time_s", 0.0) for kind in ("eval", "save", "log"))
+    seconds = metrics.get("speed/steady_steps", 0.0) * metrics.get("speed/step_time_s", 0.0)
+    if ofu is None or ours is None or metrics.get("speed/excluded_steps") or pauses > 0.02 * seconds:
+        return None
+    if abs(ofu - ours) <= OFU_GAP:
+        return None
+    name = "HFU" if "speed/hfu" in metrics else "MFU"
+    return Finding(
+        rule="flop_gap",
+        severity=Severity.WARNING,
+        message=f"{name} by formula is {ours:.1f} %, by the tensor pipes' counter {ofu:.1f} %: one of them is wrong.",
+        evidence=(
+            f"tensor pipes active {metrics.get('speed/gpu_tensor_active', 0.0):.1f} % of the time at "
+            f"{metrics.get('speed/gpu_sm_clock_mhz', 0.0):,.0f} MHz",
+        ),
+        advice="counter far below: FLOPs are counted that are not computed (pass flops=, or the peak is another "
+        "dtype's); far above: work is done that the formula does not know (recompute, padding, another process)",
+    )
+
+
+def _input_bound_by_clock(metrics: Mapping[str, float]) -> Finding | None:
+    step, device = metrics.get("speed/step_time_s"), metrics.get("speed/device_time_s")
+    waited = metrics.get("speed/data_wait_s")
+    if step is None or device is None or waited is None:
+        return None
+    gap = min(step - device, waited)
+    if gap < LIMIT_SHARE * step:
+        return None
+    rule, message, advice = _LIMITS["data_wait"]
+    return Finding(
+        rule=rule,
+        severity=Severity.WARNING,
+        message=message.format(share=gap / step),
+        evidence=(f"step {step * 1e3:,.1f} ms, of it {device * 1e3:,.1f} ms from the first to the last kernel's mark",),
+        advice=advice,
+    )

@@ -1,0 +1,99 @@
+"""What is recomputed is read off the model as it trains: which layers, how, and the head."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from hf_speedkit.core.flops import LAYER_PARTS, model_flops
+from hf_speedkit.core.records import TokenCounts
+from hf_speedkit.trainer.mfu_inputs import RecomputedFlops, decoder_layers, flops_of, is_checkpointed
+
+TOKENS = 12
+COUNTS = TokenCounts(slots=TOKENS, real=TOKENS, target=5, documents=1, squared_lengths=TOKENS**2)
+
+
+def tiny():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = Qwen3Config(**sizes, vocab_size=50, num_key_value_heads=2, head_dim=16, pad_token_id=0)
+    config._attn_implementation = "eager"
+    return Qwen3ForCausalLM(config).train()
+
+
+def counted(model):
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.arange(TOKENS)[None], use_cache=False).logits.sum().backward()
+    return counter.get_total_flops()
+
+
+def formula_of(model):
+    return model_flops(model.config.to_dict(), causal=False)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_only_checkpointed_layers_are_computed_once_more(every, monkeypatch):
+    model = tiny()
+    model.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=every)
+    formula = formula_of(model)
+    again = RecomputedFlops(model, formula, None)
+    # Eager attention computes all L x L pairs, which the counter sees; the metric counts the causal half.
+    monkeypatch.setattr("hf_speedkit.trainer.mfu_inputs.model_flops", partial(model_flops, causal=False))
+    assert counted(model) == formula.training([TOKENS]) + again(COUNTS)
+
+
+def test_layers_that_are_switched_during_training_are_followed():
+    model = tiny()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    again = RecomputedFlops(model, formula_of(model), None)
+    all_layers = again(COUNTS)
+    for layer in decoder_layers(model)[:2]:
+        layer.gradient_checkpointing = False
+    assert again(COUNTS) == pytest.approx(all_layers / 2)
+    for layer in decoder_layers(model):
+        layer.gradient_checkpointing = False
+    assert again(COUNTS) == 0
+
+
+def test_fsdps_wrapper_counts_as_checkpointing():
+    model = tiny()
+    model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
+    assert [is_checkpointed(layer) for layer in decoder_layers(model)] == [False, True, False, False]
+    formula = formula_of(model)
+    assert RecomputedFlops(model, formula, None)(COUNTS) > 0
+
+
+def test_a_policy_of_ones_own_is_not_guessed_but_taken_at_its_word():
+    model = tiny()
+    keeps_products = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": keeps_products})
+    formula = formula_of(model)
+    assert RecomputedFlops(model, formula, None)(COUNTS) is None
+    told = RecomputedFlops(model, formula, {"attention"})
+    assert told(COUNTS) == flops_of(model).recomputed(COUNTS, {"attention"})
+    assert told(COUNTS) < formula.recomputed(COUNTS, LAYER_PARTS)
+
+
+def test_a_head_that_makes_its_product_again_is_counted_with_and_without_checkpointing():
+    model = tiny()
+    formula = replace(formula_of(model), head_on="target", head_again=True)
+    head = 2 * 32 * 50 * COUNTS.target
+    assert RecomputedFlops(model, formula, None)(COUNTS) == head
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    assert RecomputedFlops(model, formula, None)(COUNTS) == head + flops_of(model).recomputed(COUNTS, LAYER_PARTS)
+
+
+def test_only_the_adapters_of_checkpointed_layers_are_counted():
+    model = tiny()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    for layer in model.model.layers:
+        layer.self_attn.q_norm.weight.requires_grad_(True)  # stands for an adapter: trained, 16 numbers a layer
+    model.peft_config = {}
+    assert flops_of(model).adapter_per_token == 2 * 4 * 16
+    assert flops_of(model, layers=[0, 2]).adapter_per_token == 2 * 2 * 16
