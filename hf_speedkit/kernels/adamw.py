@@ -172,9 +172,9 @@ def _sum_of_squares(grads: list[torch.Tensor]) -> torch.Tensor:
         if isinstance(layout, tuple):
             mesh, placements = layout
             for dim, placement in enumerate(placements):
-                if type(placement) is Shard:
+                if isinstance(placement, Shard):
                     torch.distributed.all_reduce(total, group=mesh.get_group(dim))
-                elif type(placement) is not Replicate:
+                elif not isinstance(placement, Replicate):
                     raise ValueError(
                         f"a gradient placed as {placement} has no norm to be had without reducing it first"
                     )

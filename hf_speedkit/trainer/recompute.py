@@ -116,6 +116,11 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
                 self.total,
             )
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave the layers as they were found."""
+        for layer in self._candidates:
+            layer.switch(True)
+
     def _measuring(self, device: torch.device) -> bool:
         return self.measures and bool(self._candidates) and device.type == "cuda"
 

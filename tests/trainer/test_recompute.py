@@ -23,6 +23,7 @@ def forwards_in_a_step(path, **changes):
 
         layer.mlp.register_forward_pre_hook(count)  # recomputation stops inside the last module
     trainer.train()
+    assert all(layer.gradient_checkpointing == bool(trainer.recompute.total) for layer in model.model.layers)
     return counts, torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
