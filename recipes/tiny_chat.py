@@ -191,5 +191,6 @@ def _conversations(source: dict[str, Any]) -> Iterator[list[dict[str, str]]]:
 def _need(package: str) -> None:
     if find_spec(package) is None:
         raise SpeedkitError(
-            f"The tiny job needs the package {package}, which is not installed.", mend='pip install -e ".[demo]"'
+            f"The tiny job needs the package {package}, which is not installed.",
+            mend=f'pip install -e ".[demo]" in the repository, or pip install {package.replace("_", "-")}',
         )

@@ -12,6 +12,7 @@ from hf_speedkit.cli.bench import bench
 from hf_speedkit.cli.doctor import doctor
 from hf_speedkit.cli.export import export
 from hf_speedkit.cli.plan import plan
+from hf_speedkit.cli.recipe import recipe
 from hf_speedkit.cli.report import report
 from hf_speedkit.cli.trace import trace
 
@@ -22,6 +23,7 @@ app.command()(trace)
 app.command()(doctor)
 app.command()(plan)
 app.command()(report)
+app.command()(recipe)
 app.command()(bench)
 app.command()(export)
 
