@@ -118,6 +118,7 @@ WORKLOADS = {
     one.name: one
     for one in (
         Workload(name="27b-8", geometry="27b"),
+        Workload(name="27b-8-ga2", geometry="27b", accumulation=2),  # as 27b-8 on two GPUs: the same rows a step
         Workload(name="27b-8-ga4", geometry="27b", accumulation=4),
         Workload(name="27b-8-32k", geometry="27b", slots=32_768),
         Workload(name="27b-8-lora", geometry="27b", lora_rank=16),
