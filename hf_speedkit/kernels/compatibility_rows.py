@@ -18,7 +18,7 @@ _TRITON = "https://github.com/triton-lang/triton/"
 _TRANSFORMERS = "https://github.com/huggingface/transformers/"
 _HOPPER, _BLACKWELL = ("sm90",), ("sm100", "sm103", "sm110", "sm120", "sm121")
 _HOPPER_TRITON = ">=3.4.0,<3.7.1"
-_MEASURED = "benchmarks/results/2026-11-29_h200_depth_cut_8_layers.json"
+_MEASURED = "benchmarks/results/first_look/2026-11-29_h200_27b_cut_8_layers_rung_speedkit.json"
 
 _FLA_ROWS = (
     Row(
@@ -92,8 +92,9 @@ _FLA_ROWS = (
     Row(
         subject="fla",
         verdict=_BLOCKED,
-        reason="flash-qla 0.1.3, which fla picks by itself, does not compile its backward with tilelang 0.1.15",
-        source=_MEASURED,
+        reason="flash-qla 0.1.3, which fla picks by itself, does not compile its backward with tilelang 0.1.15, which its "
+        "metadata allow (met on an H200; that run's file was not kept)",
+        source="https://pypi.org/project/flash-qla/0.1.3/",
         architectures=("sm90", "sm100", "sm103"),
         versions={"flash-qla": "==0.1.3", "tilelang": ">=0.1.15"},
         pins=("tilelang==0.1.13",),
