@@ -92,8 +92,8 @@ _FLA_ROWS = (
     Row(
         subject="fla",
         verdict=_BLOCKED,
-        reason="flash-qla 0.1.3, which fla picks by itself, does not compile its backward with tilelang 0.1.15, which its "
-        "metadata allow (met on an H200; that run's file was not kept)",
+        reason="flash-qla 0.1.3, which fla picks by itself, does not compile its backward with tilelang 0.1.15, which "
+        "its metadata allow (met on an H200; that run's file was not kept)",
         source="https://pypi.org/project/flash-qla/0.1.3/",
         architectures=("sm90", "sm100", "sm103"),
         versions={"flash-qla": "==0.1.3", "tilelang": ">=0.1.15"},
