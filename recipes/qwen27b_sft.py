@@ -45,6 +45,7 @@ def main(argv: list[str]) -> None:
 
     from hf_speedkit import SpeedSFTTrainer
     from hf_speedkit.trainer.before_loading import require_kernels
+    from hf_speedkit.trainer.memory_check import require_memory_of
     from hf_speedkit.trainer.output import existing_run, refuse_existing_run, require_checkpoint
     from hf_speedkit.trainer.summary import print_summary
     from hf_speedkit.trainer.weights import load_model, load_tokenizer
@@ -71,6 +72,7 @@ def main(argv: list[str]) -> None:
             revision=model_args.model_revision,
             attn_implementation=model_args.attn_implementation,
         )
+        require_memory_of(model_args, args)
         tokenizer = load_tokenizer(model_args)
         model = load_model(model_args, args, random_weights=recipe.random_weights)  # once, not once per process
         dataset = load_dataset(recipe.dataset_name, recipe.dataset_config, split=recipe.dataset_train_split)

@@ -21,8 +21,9 @@ from itertools import accumulate
 from hf_speedkit.core.memory_sizes import BF16_BYTES, FP32_BYTES, MemoryJob, MemorySetting, ModelMemory
 
 # TRL 1.16's fused head: a tile of 4,096 tokens by 32,768 entries (chunked_logprob.py:31, utils.py:1506).
-_HEAD_TILE = 4096 * 32_768 * BF16_BYTES
-_HEAD_SLICE = 32_768
+_TRL_TOKENS, _TRL_ENTRIES = 4096, 32_768
+LOGITS_BYTES = 2**31
+"""The one buffer of logits of our head at most (kernels/loss_head.py, which a test compares)."""
 # cuBLAS' workspace of a handle, 32 MiB on Hopper (CublasHandlePool.cpp); forward and backward threads have one each.
 _WORKSPACES = 2 * 32 * 2**20
 PARTS = ("weights", "gradients", "moments", "gathered", "activations", "working set", "loss head", "workspaces")
@@ -82,7 +83,7 @@ def _phases(model: ModelMemory, setting: MemorySetting, job: MemoryJob) -> Itera
             "gradients": state.gradients_before(count),
             "gathered": state.gathered_at_head,
             "activations": kept[count],
-            "loss head": _head_bytes(model, setting, job),
+            "loss head": max(_head_forward(model, setting, job), _head_backward(model, setting, job)),
         },
     )
     if any(layer.cast for layer in model.layers):
@@ -93,7 +94,7 @@ def _phases(model: ModelMemory, setting: MemorySetting, job: MemoryJob) -> Itera
                 "gradients": state.gradients_before(count),
                 "gathered": state.casts,
                 "activations": kept[count],
-                "loss head": _HEAD_TILE + model.hidden,
+                "loss head": _head_forward(model, setting, job),
             },
         )
     for index in reversed(range(count)):
@@ -219,15 +220,38 @@ class _State:
         return (gathered + adapters) * BF16_BYTES
 
 
-def _head_bytes(model: ModelMemory, setting: MemorySetting, job: MemoryJob) -> float:
-    """TRL's fused head in backward, all slots being targets (chunked_logprob.py:396-468).
+def _head_forward(model: ModelMemory, setting: MemorySetting, job: MemoryJob) -> float:
+    """The head's forward, all slots being targets.
 
-    The hidden states of the targets are a copy; their gradient is fp32 and then cast. So is the weight's, and at the
-    end both forms of it are there.
+    Ours makes the gradients there: bf16 of the hidden states, fp32 of the weight. TRL's keeps the targets' states only.
     """
-    hidden = model.tokens * model.hidden_size * (BF16_BYTES + FP32_BYTES + BF16_BYTES)
-    whole = job.gpus == 1 or not job.fsdp
-    stored_fp32 = whole and setting.trained_bytes == FP32_BYTES and model.head_trained
-    slices = _HEAD_SLICE * model.hidden_size * BF16_BYTES if stored_fp32 else 0
-    weight = model.head * (FP32_BYTES + (0 if stored_fp32 else BF16_BYTES)) if model.head_trained else 0
-    return hidden + weight + slices + _HEAD_TILE
+    states = model.tokens * model.hidden_size * BF16_BYTES
+    if job.head == "trl":
+        return states + _trl_tiles(model, setting, job)
+    logits = min(LOGITS_BYTES, model.tokens * (model.head // model.hidden_size) * BF16_BYTES)
+    cast = model.head * BF16_BYTES if _fp32_weight(model, setting, job) else 0
+    return 2 * states + logits + cast + (model.head * FP32_BYTES if model.head_trained else 0)
+
+
+def _head_backward(model: ModelMemory, setting: MemorySetting, job: MemoryJob) -> float:
+    """The head's backward: the weight's gradient is there in fp32 and, once rounded, a second time.
+
+    TRL's (chunked_logprob.py:396-468) computes the gradients here, that of the hidden states in fp32 first.
+    """
+    states = model.tokens * model.hidden_size * BF16_BYTES
+    rounded = 0 if _fp32_weight(model, setting, job) else BF16_BYTES
+    weight = model.head * (FP32_BYTES + rounded) if model.head_trained else 0
+    if job.head == "trl":
+        return states * 4 + weight + _trl_tiles(model, setting, job)
+    return states + weight
+
+
+def _trl_tiles(model: ModelMemory, setting: MemorySetting, job: MemoryJob) -> float:
+    """A tile of logits, and with an fp32 weight the slice of it that is cast for the tile."""
+    cast = _TRL_ENTRIES * model.hidden_size * BF16_BYTES if _fp32_weight(model, setting, job) else 0
+    return min(model.tokens, _TRL_TOKENS) * _TRL_ENTRIES * BF16_BYTES + cast
+
+
+def _fp32_weight(model: ModelMemory, setting: MemorySetting, job: MemoryJob) -> bool:
+    """Whether the head reads an fp32 weight: FSDP hands it a bf16 copy."""
+    return setting.trained_bytes == FP32_BYTES and model.head_trained and (job.gpus == 1 or not job.fsdp)

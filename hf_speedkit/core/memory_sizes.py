@@ -132,6 +132,7 @@ class MemoryJob:
         reshard: FSDP frees a layer's gathered weights after its forward.
         accumulation: micro-batches of an optimizer step.
         sync_each_batch: gradients are reduced after every micro-batch, so that no rank keeps whole ones.
+        head: whose loss head runs: "speedkit" (kernels/loss_head.py) or "trl".
     """
 
     gpus: int = 1
@@ -142,6 +143,7 @@ class MemoryJob:
     reshard: bool = True
     accumulation: int = 1
     sync_each_batch: bool = False
+    head: Literal["speedkit", "trl"] = "speedkit"
 
     def checkpointed(self, layer: int, layers: int) -> bool:
         """Whether a layer keeps its input only."""

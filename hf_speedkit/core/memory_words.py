@@ -49,9 +49,10 @@ def checkpointing_line(choice: MemoryChoice) -> str | None:
     if choice.checkpointing == "full":
         return f"activation checkpointing: on all {layers} layers"
     line = f"activation checkpointing: the last {choice.unchecked} of {layers} layers can do without"
+    line += f" (activation_checkpointing_layers: {layers - choice.unchecked}, which auto finds by measuring"
     if choice.every_n_layers is not None and choice.every_n_layers > 1:
-        line += f" (or activation_checkpointing_kwargs: {{every_n_layers: {choice.every_n_layers}}})"
-    return line
+        line += f"; without hf_speedkit every_n_layers: {choice.every_n_layers}"
+    return line + ")"
 
 
 def margin_line(gpus: int) -> str:

@@ -56,6 +56,8 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         activation_checkpointing_layers: how many layers are checkpointed where activation_checkpointing is on. "auto"
             starts with all of them, measures the first two steps and leaves as many alone as memory allows (packed
             rows on a GPU; all of them elsewhere), "all", or a number.
+        memory_check: before a model given by its name is loaded, plan the memory of a step from its configuration and
+            these settings: "strict" refuses what cannot fit and names what would, "warn" says so, "off" plans nothing.
         isolation_check: prove before step 1 that packed documents do not see one another.
         throughput: log tokens per second and the parts of a step through `Trainer.log`.
         peak_tflops: dense peak of one device in TFLOP/s for MFU; None: from the table in `hf_speedkit.core.devices`.
@@ -141,6 +143,13 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
     fused_optimizer: bool = field(default=True, metadata={"help": "Clip and update in one kernel a tensor."})
     activation_checkpointing_layers: str = field(
         default="auto", metadata={"help": "Layers to checkpoint: auto (as few as memory asks for), all, or a number."}
+    )
+    memory_check: str = field(
+        default="strict",
+        metadata={
+            "help": "A model given by name that cannot fit into the GPUs: strict refuses it, warn, off.",
+            "choices": ["strict", "warn", "off"],
+        },
     )
     isolation_check: bool = field(
         default=True,
@@ -234,6 +243,7 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
             ("export_dtype", _EXPORTS),
             ("nonfinite", ("strict", "warn")),
             ("template_check", ("strict", "warn", "off")),
+            ("memory_check", ("strict", "warn", "off")),
             ("packing_strategy", (*_STRATEGIES, *_TRL_STRATEGIES, "wrapped")),
         ):
             value = getattr(self, name)

@@ -13,12 +13,12 @@ from hf_speedkit.core.errors import ConfigurationError, HardwareError
 from hf_speedkit.core.memory import GIB, TrainingState, devices_needed, training_state_bytes
 from hf_speedkit.trainer.last_words import exit_with
 
-__all__ = ["exit_with", "find_missing_hardware", "require_hardware"]
+__all__ = ["MOMENT_BYTES", "exit_with", "find_missing_hardware", "require_hardware"]
 
 _BYTES = {"bfloat16": 2.0, "bf16": 2.0, "float16": 2.0, "fp16": 2.0, "float32": 4.0, "fp32": 4.0, "auto": 2.0}
 # Bytes of one AdamW moment by the Trainer's `optim`; None: as precise as the weight. Of any other optimizer (GaLore,
 # LOMO, paged ones) only the weights are counted: the figure stays a lower bound and refuses no job that would run.
-_MOMENT_BYTES: dict[str, float | None] = {
+MOMENT_BYTES: dict[str, float | None] = {
     "adamw_torch": None,
     "adamw_torch_fused": None,
     "adamw_apex_fused": None,
@@ -201,7 +201,7 @@ def _training_state(settings: Mapping[str, object]) -> TrainingState | None:
     if given is None:
         return None
     optimizer = str(settings.get("optim") or "adamw_torch_fused")
-    weights_only = is_on(settings.get("use_peft")) or optimizer not in _MOMENT_BYTES
+    weights_only = is_on(settings.get("use_peft")) or optimizer not in MOMENT_BYTES
     # accelerate upcasts what is trained to fp32 where FSDP meets mixed precision (accelerate 1.15 fsdp_utils.py:816).
     upcast = is_on(settings.get("fsdp")) and _mixed_precision(settings)
     weight_bytes = _weight_bytes(settings)
@@ -211,7 +211,7 @@ def _training_state(settings: Mapping[str, object]) -> TrainingState | None:
             weight_bytes=weight_bytes,
             trainable_parameters=0 if weights_only else None,
             trainable_bytes=4.0 if upcast else None,
-            moment_bytes=_MOMENT_BYTES.get(optimizer),
+            moment_bytes=MOMENT_BYTES.get(optimizer),
         )
     except ValueError as error:
         raise ConfigurationError(

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from hf_speedkit.core import memory_plan
 from hf_speedkit.core.memory import GIB
 from hf_speedkit.core.memory_choice import (
     GPU_MEMORY_GIB,
@@ -63,8 +64,28 @@ def test_without_checkpointing_everything_saved_is_there_when_the_head_runs_back
     plan = parts(replace(MODEL, layers=(replace(LAYER, work=45 * M),) * 4), unchecked=4)
     assert plan.phase == "loss head"
     assert plan.parts["activations"] == M // 10 + 4 * 40 * M
-    # fp32 and bf16 gradient of the head's weight, three forms of one slot's hidden state, a tile of logits
-    assert plan.parts["loss head"] == 2 * M * 6 + 8 + TILE
+    # fp32 and bf16 gradient of the head's weight, and of one slot's hidden state
+    assert plan.parts["loss head"] == 2 * M * 6 + 2
+
+
+def test_the_two_loss_heads_differ_in_what_they_hold():
+    many = replace(SMALL, tokens=8192, hidden_size=1000)  # 2 M entries of 1,000
+    states = 8192 * 1000 * 2
+
+    def head(name, model=many, setting=PURE_BF16):
+        return plan_memory(model, setting, MemoryJob(gpus=64 if model.head_trained else 1, head=name, unchecked=4))
+
+    assert head("speedkit").parts["loss head"] == 2 * M * 6 + states
+    assert head("trl").parts["loss head"] == 2 * M * 6 + 4 * states + TILE
+    frozen = replace(ADAPTED, tokens=8192, hidden_size=1000, layers=(replace(ADAPTED.layers[0], work=4 * M),) * 4)
+    assert head("speedkit", frozen, LORA).parts["loss head"] == 2 * states + 2**31  # logits, no weight's gradient
+    assert head("trl", frozen, LORA).parts["loss head"] == 4 * states + TILE
+
+
+def test_our_heads_buffer_is_as_large_as_the_plan_takes_it_to_be():
+    from hf_speedkit.kernels.loss_head import LOGITS_BYTES
+
+    assert memory_plan.LOGITS_BYTES == LOGITS_BYTES
 
 
 def test_small_layers_leave_the_peak_to_the_last_gradient_or_the_optimizer_step():
