@@ -44,8 +44,7 @@ def main(argv: list[str]) -> None:
     from transformers import AutoModelForCausalLM, set_seed
 
     from hf_speedkit import SpeedSFTTrainer
-    from hf_speedkit.trainer.before_loading import require_kernels
-    from hf_speedkit.trainer.memory_check import require_memory_of
+    from hf_speedkit.trainer.before_loading import require_before_loading
     from hf_speedkit.trainer.output import existing_run, refuse_existing_run, require_checkpoint
     from hf_speedkit.trainer.summary import print_summary
     from hf_speedkit.trainer.weights import load_model, load_tokenizer
@@ -66,13 +65,7 @@ def main(argv: list[str]) -> None:
         model = AutoModelForCausalLM.from_config(tiny_chat.tiny_config(), attn_implementation="sdpa")
         dataset, choice = tiny_chat.tiny_dataset(tokenizer, args.tokens_per_batch, recipe.conversations)
     else:
-        require_kernels(
-            model_args.model_name_or_path,
-            args,
-            revision=model_args.model_revision,
-            attn_implementation=model_args.attn_implementation,
-        )
-        require_memory_of(model_args, args)
+        require_before_loading(model_args, args)  # kernels and memory
         tokenizer = load_tokenizer(model_args)
         model = load_model(model_args, args, random_weights=recipe.random_weights)  # once, not once per process
         dataset = load_dataset(recipe.dataset_name, recipe.dataset_config, split=recipe.dataset_train_split)

@@ -1,4 +1,4 @@
-"""What is known of a model's kernels from its config alone, before its weights are downloaded or read."""
+"""What is known of a model's kernels and memory from its config alone, before its weights are downloaded or read."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from hf_speedkit.core.families import refuse_leaking_family
 from hf_speedkit.core.records import KernelCheck
 from hf_speedkit.trainer.agreement import agree
+from hf_speedkit.trainer.memory_check import require_memory_of
 
 if TYPE_CHECKING:
     from hf_speedkit.trainer.config import SpeedSFTConfig
@@ -18,6 +19,22 @@ def kernel_mode(args: SpeedSFTConfig) -> str:
     if mode != "auto":
         return mode
     return "report" if args.device.type == "cpu" else "strict"
+
+
+def require_before_loading(model_args: Any, args: SpeedSFTConfig) -> None:
+    """`require_kernels` and `require_memory` for a recipe that parses TRL's ModelConfig.
+
+    Args:
+        model_args: a ModelConfig.
+        args: the job's settings.
+
+    Raises:
+        KernelAssertionError, PackingError: see `require_kernels`.
+        HardwareError: see `require_memory`.
+    """
+    name, revision = model_args.model_name_or_path, model_args.model_revision
+    require_kernels(name, args, revision=revision, attn_implementation=model_args.attn_implementation)
+    require_memory_of(model_args, args)
 
 
 def require_kernels(
