@@ -5,14 +5,15 @@
 
 Rungs, groups of rungs (ladder, one-off, choices) and workloads: benchmarks/rungs.py. A call that is killed loses the
 run under way and nothing else; the next one goes on where it stopped: a result that lies in --out or --done is not
-measured again. Repetition 1 of each rung has a traced step (launches, waits, groups of device time). `--cold` first
-measures `speedkit` and `trl` once as repetition 0, which compiles kernels for the runs after it and enters no table.
+measured again. Repetition 1 of each rung has a traced step (launches, waits, groups of device time). Where Triton's
+cache is empty, `speedkit` and `trl` first run once as repetition 0: they compile for those after them, in no table.
 `hf-speedkit report RESULTS` makes the table.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="optimizer steps of every rung")
     parser.add_argument("--budget-seconds", type=float, help="end in this time")
     parser.add_argument("--done", nargs="*", type=Path, default=[], help="folders whose results are not measured again")
-    parser.add_argument("--cold", action="store_true", help="first run speedkit and trl once, as repetition 0")
+    parser.add_argument("--no-cold", action="store_true", help="no repetition 0, though kernels are not compiled yet")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings for every rung")
     parser.add_argument("--commit", help="commit of the tree, where git is not at hand")
     given = parser.parse_args(argv)
@@ -56,14 +57,28 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def planned(given: argparse.Namespace) -> list[tuple[Workload, Rung, int]]:
     """What to measure, in order: the first repetition of everything, then the second."""
     workloads = [WORKLOADS[name] for name in given.workloads]
-    plan: list[tuple[Workload, Rung, int]] = []
-    if given.cold:
-        cold = [rung for rung in selected(given.rungs, workloads[0]) if rung.name in ("speedkit", "trl")]
-        # speedkit first: it compiles for training before step 1, so TRL's run meets warm kernels where they are shared.
-        plan += [(workloads[0], rung, 0) for rung in sorted(cold, key=lambda rung: rung.name)]
-    for repetition in range(1, given.repetitions + 1):
-        plan += [(workload, rung, repetition) for workload in workloads for rung in selected(given.rungs, workload)]
-    return plan
+    return [
+        (workload, rung, repetition)
+        for repetition in range(1, given.repetitions + 1)
+        for workload in workloads
+        for rung in selected(given.rungs, workload)
+    ]
+
+
+def compiling(given: argparse.Namespace) -> list[tuple[Workload, Rung, int]]:
+    """The runs that compile kernels for those after them; none where Triton's cache holds some already."""
+    workload = WORKLOADS[given.workloads[0]]
+    if given.no_cold or workload.device == "cpu" or is_compiled():
+        return []
+    names = {rung.name for rung in selected(given.rungs, workload)}
+    # speedkit first: it compiles before step 1, so that TRL's run meets warm kernels where both use the same.
+    return [(workload, RUNGS[name], 0) for name in ("speedkit", "trl") if name in names]
+
+
+def is_compiled() -> bool:
+    """Whether Triton's cache on this machine holds anything; a machine that was started afresh has none."""
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    return folder.is_dir() and next(folder.iterdir(), None) is not None
 
 
 def file_name(workload: Workload, rung: Rung, repetition: int) -> str:
@@ -89,12 +104,11 @@ def job(given: argparse.Namespace, workload: Workload, rung: Rung, repetition: i
 
 def measure(given: argparse.Namespace) -> list[Outcome]:
     """Everything that is planned and not done yet."""
-    folders = [given.out, *given.done]
-    todo = [item for item in planned(given) if not any(holds_result(folder / file_name(*item)) for folder in folders)]
-    print(f"{len(todo)} runs to measure, {len(planned(given)) - len(todo)} are there", flush=True)
-    return run_jobs(
-        [job(given, *item) for item in todo], budget_s=given.budget_seconds, say=lambda line: print(line, flush=True)
-    )
+    plan, folders = planned(given), [given.out, *given.done]
+    todo = [item for item in plan if not any(holds_result(folder / file_name(*item)) for folder in folders)]
+    print(f"{len(todo)} runs to measure, {len(plan) - len(todo)} are there", flush=True)
+    jobs = [job(given, *item) for item in (*(compiling(given) if todo else ()), *todo)]
+    return run_jobs(jobs, budget_s=given.budget_seconds, say=lambda line: print(line, flush=True))
 
 
 def main(argv: list[str] | None = None) -> int:

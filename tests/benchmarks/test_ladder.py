@@ -25,10 +25,23 @@ def test_a_dense_model_has_no_fallback_to_measure():
     assert names == {"kernels", "trl", "speedkit, full checkpointing", "speedkit"}
 
 
-def test_a_cold_machine_compiles_in_a_run_that_enters_no_table(tmp_path):
-    first, second, *rest = plan(tmp_path, "--cold")
-    assert [(first[1].name, first[2]), (second[1].name, second[2])] == [("speedkit", 0), ("trl", 0)]
-    assert all(repetition > 0 for _, _, repetition in rest)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_cold_machine_compiles_in_runs_that_enter_no_table(tmp_path, monkeypatch, compiled):
+    if compiled:
+        (tmp_path / "kernel").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    runs = ladder.compiling(ladder.arguments(["--out", str(tmp_path), "--rungs", "ladder"]))
+    assert [(rung.name, repetition) for _, rung, repetition in runs] == (
+        [] if compiled else [("speedkit", 0), ("trl", 0)]
+    )
+    assert all(repetition > 0 for _, _, repetition in plan(tmp_path))
+
+
+def test_only_what_was_asked_for_is_compiled(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "none"))
+    given = ladder.arguments(["--out", str(tmp_path), "--rungs", "seed", "trl"])
+    assert [rung.name for _, rung, _ in ladder.compiling(given)] == ["trl"]
+    assert ladder.compiling(ladder.arguments(["--out", str(tmp_path), "--no-cold"])) == []
 
 
 def test_a_rung_that_is_not_there_is_named(tmp_path, capsys):
