@@ -64,7 +64,7 @@ def refuse_other_documents(saved: object, now: str) -> None:
     if saved is not None and saved != now:
         raise PackingError(
             "the resumed run would train on other documents",
-            evidence=("their lengths agree, their tokens or targets do not (a sample was compared)",),
+            evidence=("a sample of them was compared: tokens or targets differ",),
             mend="resume with the data, chat template and masks of the saved run",
             regardless=GO_ON,
         )

@@ -133,7 +133,8 @@ class StreamedBatches(DeviceMetrics):
         from_the_start = self.__dict__.setdefault("_from_the_start", self.args.ignore_data_skip)
         # Trainer would read and collate every row of the run again, and count epochs by max_steps.
         self.args.ignore_data_skip = True
-        self._first_documents = agree(lambda: digest(stream.first_documents(3)))
+        if self._first_documents is None:  # once: a later pass of a shuffled stream begins with others
+            self._first_documents = agree(lambda: digest(stream.first_documents(3)))
         state = None
         if checkpoint is not None and not from_the_start:
             path = Path(checkpoint)

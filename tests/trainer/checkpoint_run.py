@@ -14,7 +14,7 @@ LENGTHS = [9, 4, 17, 2, 30, 8, 8, 21, 5, 13, 3, 28, 11, 6, 19, 2]
 STEPS = 20
 
 
-def build(path, *, model=None, dataset=None, sharded=False, callbacks=(), kind=None, **changes):
+def build(path, *, model=None, dataset=None, eval_dataset=None, sharded=False, callbacks=(), kind=None, **changes):
     from two_process_run import shard_on_cpu
 
     from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
@@ -35,6 +35,7 @@ def build(path, *, model=None, dataset=None, sharded=False, callbacks=(), kind=N
         model=tiny_hybrid() if model is None else model,
         args=SpeedSFTConfig(**{**values, **changes}),
         train_dataset=tokenized(LENGTHS) if dataset is None else dataset,
+        eval_dataset=eval_dataset,
         processing_class=tiny_tokenizer(),
         callbacks=list(callbacks),
     )
@@ -45,24 +46,24 @@ def losses(trainer):
 
 
 class SignalAt(TrainerCallback):
-    """Sends this process a signal when `step` steps are done."""
+    """Sends this process a signal inside a step, `step` of them being done."""
 
     def __init__(self, step, number):
         self.step, self.number = step, number
 
-    def on_step_end(self, args, state, control, **_):
+    def on_step_begin(self, args, state, control, **_):
         if state.global_step == self.step:
             os.kill(os.getpid(), self.number)
 
 
 def killed(rank, path):
-    """Save at 10; the second rank is killed at 13, and the launcher ends the other."""
+    """Save at 10; the second rank is killed behind step 13, and the launcher ends the other."""
     callbacks = [SignalAt(13, signal.SIGKILL)] if rank == 1 else []
     build(path, sharded=True, save_steps=10, callbacks=callbacks).train()
 
 
 def told_to_stop(rank, path):
-    """One rank alone gets SIGTERM in step 4; both stop, resume and export. Then one rank fails inside a save."""
+    """One rank alone gets SIGTERM inside step 4; both stop, resume and export. Then one rank fails inside a save."""
     callbacks = [SignalAt(3, signal.SIGTERM)] if rank == 1 else []
     trainer = build(path, sharded=True, max_steps=8, callbacks=callbacks, model=tiny_hybrid(tie_word_embeddings=True))
     trainer.train()
@@ -80,6 +81,13 @@ def told_to_stop(rank, path):
     yield "tied", model.lm_head.weight is model.model.embed_tokens.weight
     resumed.args.export_dtype = "bfloat16"
     resumed.save_model(str(path / "final"))
+
+    # Nothing is exchanged in every step here: the ranks look at the flags where they log.
+    callbacks = [SignalAt(2, signal.SIGUSR1)] if rank == 1 else []
+    apart = {"average_tokens_across_devices": False, "logging_steps": 4, "save_steps": 50}
+    trainer = build(path / "apart", sharded=True, callbacks=callbacks, **apart)
+    trainer.train()
+    yield "apart", [trainer.stopped_by, trainer.state.global_step]
 
     from hf_speedkit import SpeedSFTTrainer
 

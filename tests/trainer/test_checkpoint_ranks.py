@@ -69,8 +69,14 @@ def stopped(tmp_path_factory):
 def test_a_signal_to_one_rank_stops_both_at_the_same_step_with_a_whole_checkpoint(stopped):
     path, ranks = stopped
     assert [said["stopped_by"] for said in ranks] == ["a signal on another rank", "SIGTERM"]
-    assert [said["stopped_at"] for said in ranks] == [4, 4]
-    assert read_manifest(path / "checkpoint-4").step == 4
+    assert [said["stopped_at"] for said in ranks] == [5, 5], "flags travel at the beginning of a step"
+    assert read_manifest(path / "checkpoint-5").step == 5
+
+
+def test_ranks_that_exchange_nothing_in_a_step_stop_where_they_log(stopped):
+    path, ranks = stopped
+    assert [said["apart"] for said in ranks] == [["a signal on another rank", 4], ["SIGUSR1", 4]]
+    assert read_manifest(path / "apart" / "checkpoint-4").step == 4
 
 
 def test_v40_v42_two_ranks_go_on_as_if_they_had_not_been_stopped(stopped, tmp_path):
@@ -81,7 +87,7 @@ def test_v40_v42_two_ranks_go_on_as_if_they_had_not_been_stopped(stopped, tmp_pa
     alone = build(tmp_path, save_strategy="no", max_steps=8, gradient_accumulation_steps=2, model=model)
     alone.train()
     for said in ranks:
-        assert said["resumed_at"] == 4
+        assert said["resumed_at"] == 5
         assert said["stopped_by_then"] is None
         found = {int(step): loss for step, loss in said["resumed_losses"].items()}
         assert found == pytest.approx(losses(alone), abs=1e-4)

@@ -8,7 +8,7 @@ from test_sft import LENGTHS, Recorder, trainer_for
 from transformers import TrainerCallback
 
 from hf_speedkit import SpeedSFTTrainer
-from hf_speedkit.core.errors import ConfigurationError, DatasetError
+from hf_speedkit.core.errors import ConfigurationError, DatasetError, PackingError
 
 
 def stream(lengths=LENGTHS, num_shards=1, **options):
@@ -133,6 +133,22 @@ def test_a_checkpoint_without_a_stream_state_is_not_resumed(tmp_path):
     with pytest.raises(ConfigurationError, match="does not say where the stream"):
         trainer_for(tmp_path, **streaming).train(resume_from_checkpoint=True)
     trainer_for(tmp_path, ignore_data_skip=True, **streaming).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"dataset": stream(seed=1)}, PackingError, "other documents"),
+        ({"dataset": stream(targets_from=1)}, PackingError, "other documents"),
+        ({"dataset": stream(), "tokens_per_batch": 64}, ConfigurationError, "tokens_per_batch: saved 32, now 64"),
+    ],
+    ids=["other data", "other targets", "other rows"],
+)
+def test_a_stream_that_is_not_the_saved_one_is_refused_with_a_way_on(tmp_path, changes, error, said):
+    trainer_for(tmp_path, dataset=stream(), max_steps=1, save_strategy="steps", save_steps=1).train()
+    with pytest.raises(error, match=said) as refused:
+        trainer_for(tmp_path, max_steps=2, **changes).train(resume_from_checkpoint=True)
+    assert "ignore_data_skip=True" in str(refused.value)
 
 
 def test_v36_dispatched_batches_are_turned_off(tmp_path, caplog):

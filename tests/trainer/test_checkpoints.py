@@ -1,0 +1,318 @@
+"""Checkpoints of one process: whole or not there, verified before they are loaded, never the last one deleted."""
+
+import json
+import logging
+import os
+import shutil
+import signal
+from collections import namedtuple
+
+import pytest
+import torch
+from checkpoint_run import SignalAt, build, losses
+from support import tiny_hybrid, tiny_llama, tokenized
+from test_sft import Recorder
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from hf_speedkit import SpeedSFTTrainer
+from hf_speedkit.core.errors import CheckpointError, ConfigurationError, PackingError
+from hf_speedkit.trainer.checkpoint_files import MANIFEST_NAME, read_manifest
+from hf_speedkit.trainer.checkpoint_folder import UNFINISHED_NAME, clean_leftovers, rotate
+from hf_speedkit.trainer.resume import Reader, settle_resume
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def small(path, **changes):
+    return build(path, **{"model": tiny_llama(), "max_steps": 4, "save_steps": 2, **changes})
+
+
+def names(path):
+    return sorted(entry.name for entry in path.iterdir() if entry.name.startswith(("checkpoint", "_")))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    path = tmp_path_factory.mktemp("run")
+    trainer = small(path)
+    trainer.processing_class.chat_template = "{{ messages[0]['content'] }}"
+    trainer.train()
+    return path, losses(trainer)
+
+
+@pytest.fixture
+def copy(run, tmp_path):
+    shutil.copytree(run[0], tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def test_a_checkpoint_holds_what_loads_it_and_a_manifest_over_all_of_it(run):
+    checkpoint = run[0] / "checkpoint-4"
+    manifest = read_manifest(checkpoint)
+    present = {path.name for path in checkpoint.iterdir()} - {MANIFEST_NAME}
+    assert set(manifest.files) == present
+    assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"} <= present
+    assert manifest.size_bytes == sum((checkpoint / name).stat().st_size for name in present)
+    assert (manifest.step, manifest.world_size) == (4, 1)
+
+
+class Dies(SpeedSFTTrainer):
+    """Fails inside the save of step 4, weights and optimizer written; nothing is tidied up, as after a kill."""
+
+    def _save_rng_state(self, output_dir):
+        if self.state.global_step == 4:
+            raise RuntimeError("killed here")
+        super()._save_rng_state(output_dir)
+
+
+def test_a_save_that_is_cut_off_leaves_the_last_good_checkpoint_and_the_next_run_tidies_up(tmp_path, run, caplog):
+    with pytest.raises(RuntimeError, match="killed here"):
+        small(tmp_path, kind=Dies).train()
+    assert names(tmp_path) == [UNFINISHED_NAME, "checkpoint-2"]
+    resumed = small(tmp_path)
+    with caplog.at_level(logging.WARNING, logger="hf_speedkit"):
+        resumed.train(resume_from_checkpoint=True)
+    assert "removed checkpoint-4, which was not written to its end" in caplog.text
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-4"]
+    assert losses(resumed) == pytest.approx(run[1], abs=1e-6)
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        pytest.param(lambda c: flip(c / "model.safetensors"), "model.safetensors was changed after", id="byte flipped"),
+        pytest.param(lambda c: flip(c / "optimizer.pt"), "optimizer.pt was changed after", id="optimizer flipped"),
+        pytest.param(lambda c: os.truncate(c / "optimizer.pt", 99), "optimizer.pt has 99 bytes", id="cut"),
+        pytest.param(lambda c: (c / "scheduler.pt").unlink(), "scheduler.pt is missing", id="missing"),
+        pytest.param(lambda c: (c / MANIFEST_NAME).write_text("{"), "manifest cannot be read", id="manifest cut"),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over_with_a_message_and_refused_by_name(copy, caplog, harm, said):
+    harm(copy / "checkpoint-4")
+    with caplog.at_level(logging.WARNING, logger="hf_speedkit"):
+        assert settle_resume(True, copy, Reader()) == str(copy / "checkpoint-2")
+    assert "resuming from checkpoint-2: checkpoint-4 is damaged" in caplog.text
+    assert said in caplog.text
+    with pytest.raises(CheckpointError, match=said) as refused:
+        settle_resume(str(copy / "checkpoint-4"), copy, Reader())
+    assert "resume_from_checkpoint=True takes the last good one" in str(refused.value)
+
+
+def test_each_rank_reads_a_share_of_the_bytes_and_together_they_read_all(copy):
+    flip(copy / "checkpoint-4" / "model.safetensors")
+    chosen = [settle_resume(True, copy, Reader(index=index, count=3)) for index in range(3)]
+    assert sorted(chosen) == [str(copy / "checkpoint-2"), *[str(copy / "checkpoint-4")] * 2]
+    assert settle_resume(True, copy, Reader(checksums=False)) == str(copy / "checkpoint-4")
+
+
+def test_without_any_good_checkpoint_the_refusal_says_why_of_each(copy, tmp_path):
+    for step in (2, 4):
+        (copy / f"checkpoint-{step}" / "trainer_state.json").unlink()
+    for resume in (True, "auto"):
+        with pytest.raises(CheckpointError, match=r"checkpoint-4: trainer_state\.json is missing"):
+            settle_resume(resume, copy, Reader())
+    (tmp_path / "new").mkdir()
+    with pytest.raises(CheckpointError, match="no good checkpoint"):
+        settle_resume(True, tmp_path / "new", Reader())
+    assert settle_resume("auto", tmp_path / "new", Reader()) is None
+    assert settle_resume(None, copy, Reader()) is None
+
+
+@pytest.mark.parametrize(
+    ("harm", "step"),
+    [
+        pytest.param(lambda c: None, 4, id="whole"),
+        pytest.param(lambda c: (c / "trainer_state.json").unlink(), 2, id="state not written"),
+        pytest.param(lambda c: os.truncate(c / "model.safetensors", 999), 2, id="weights cut"),
+        pytest.param(lambda c: (c / "model.safetensors").unlink(), 2, id="no weights"),
+    ],
+)
+def test_a_checkpoint_that_transformers_wrote_is_taken_if_it_looks_whole(copy, caplog, harm, step):
+    for number in (2, 4):
+        (copy / f"checkpoint-{number}" / MANIFEST_NAME).unlink()
+    harm(copy / "checkpoint-4")
+    with caplog.at_level(logging.WARNING, logger="hf_speedkit"):
+        assert settle_resume(True, copy, Reader()) == str(copy / f"checkpoint-{step}")
+    assert "has no manifest" in caplog.text
+
+
+def test_a_checkpoint_that_was_being_replaced_gets_its_name_back(copy):
+    aside = copy / UNFINISHED_NAME / "replaced"
+    aside.mkdir(parents=True)
+    (copy / "checkpoint-4").rename(aside / "checkpoint-4")
+    clean_leftovers(copy)
+    assert names(copy) == ["checkpoint-2", "checkpoint-4"]
+    assert settle_resume(True, copy, Reader()) == str(copy / "checkpoint-4")
+
+
+@pytest.mark.parametrize(
+    ("present", "newest", "best", "keep", "left"),
+    [
+        ((2, 4, 6), 6, None, 2, (4, 6)),
+        ((2, 4, 6), 6, 2, 2, (2, 6)),
+        ((2, 4, 6), 6, 2, 1, (2, 6)),
+        ((5, 8, 10, 15), 8, None, 2, (5, 8)),  # 10 and 15 are what a resumed run has gone back behind
+        ((2, 4), 4, None, None, (2, 4)),
+    ],
+)
+def test_rotation_never_deletes_the_newest_nor_the_best(tmp_path, present, newest, best, keep, left):
+    for step in present:
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    best = None if best is None else str(tmp_path / f"checkpoint-{best}")
+    rotate(tmp_path, keep=keep, newest=tmp_path / f"checkpoint-{newest}", best=best)
+    assert names(tmp_path) == sorted(f"checkpoint-{step}" for step in left)
+
+
+def test_a_limit_of_one_and_the_best_model_keep_their_names(tmp_path):
+    trainer = small(
+        tmp_path, max_steps=6, save_total_limit=1, eval_dataset=tokenized([9, 20], seed=7), eval_strategy="steps",
+        eval_steps=2, load_best_model_at_end=True, metric_for_best_model="loss", learning_rate=0.1,
+    )  # fmt: skip
+    trainer.train()
+    best = trainer.state.best_global_step
+    assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
+    state = json.loads((tmp_path / f"checkpoint-{best}" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == trainer.state.best_model_checkpoint
+    assert names(tmp_path) == [f"checkpoint-{best}"]
+
+
+def test_a_disk_without_room_is_refused_before_the_first_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 100_000))
+    trainer = small(tmp_path)
+    with pytest.raises(CheckpointError, match=r"a checkpoint takes .* GiB free; nothing was written"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    small(tmp_path / "none", save_strategy="no", max_steps=1).train()
+
+
+def test_a_disk_that_fills_up_leaves_the_last_good_checkpoint(tmp_path, monkeypatch):
+    class FillsUp(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == 3:
+                monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 100_000))
+
+    with pytest.raises(CheckpointError, match="checkpoint-2 takes") as refused:
+        small(tmp_path, callbacks=[FillsUp()]).train()
+    assert 'save_strategy="no"' in str(refused.value)
+    assert names(tmp_path) == ["checkpoint-2"]
+
+
+def test_what_a_checkpoint_takes_is_known_before_and_after_the_first_step(run):
+    """Weights and two moments of an AdamW; its step counters and the text files are the rest."""
+    from hf_speedkit.trainer.checkpoint_folder import checkpoint_bytes
+
+    model = tiny_llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = checkpoint_bytes(model, optimizer)
+    assert before == 3 * 4 * sum(parameter.numel() for parameter in model.parameters())
+    model(input_ids=torch.tensor([[2, 3]]), labels=torch.tensor([[2, 3]])).loss.backward()
+    optimizer.step()
+    assert 0 < checkpoint_bytes(model, optimizer) - before < 1000
+    files = read_manifest(run[0] / "checkpoint-4").files
+    written = sum(files[name].size_bytes for name in ("model.safetensors", "optimizer.pt"))
+    assert before < written < 1.15 * before  # pickles and headers weigh something in 300 kB
+
+
+@pytest.mark.parametrize(
+    ("dataset", "changes", "said", "mend"),
+    [
+        pytest.param(tokenized([9, 4, 17]), {}, "documents: other ones", "settings and data", id="other data"),
+        pytest.param(None, {"tokens_per_batch": 64}, "tokens_per_batch: saved 32, now 64", "settings", id="rows"),
+        pytest.param(
+            None, {"gradient_accumulation_steps": 2}, "packs_per_step: saved 1, now 2", "divides 1", id="step"
+        ),
+    ],
+)
+def test_a_resume_that_would_see_other_documents_is_refused_with_a_way_on(copy, dataset, changes, said, mend):
+    if "gradient_accumulation_steps" in changes:
+        mend = "gradient_accumulation_steps=1 gives 1 ranks the saved steps"
+    with pytest.raises(PackingError) as refused:
+        small(copy, dataset=dataset, max_steps=5, **changes).train(resume_from_checkpoint=True)
+    assert said in str(refused.value)
+    assert mend in str(refused.value)
+    assert "ignore_data_skip=True" in str(refused.value)
+    small(copy, dataset=dataset, max_steps=5, ignore_data_skip=True, **changes).train(resume_from_checkpoint=True)
+
+
+def test_a_resume_with_other_targets_in_documents_of_the_same_lengths_is_refused(copy):
+    from checkpoint_run import LENGTHS
+
+    masked = tokenized(LENGTHS, targets_from=1)
+    with pytest.raises(PackingError, match="tokens or targets differ"):
+        small(copy, dataset=masked, max_steps=5).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_ends_training_with_a_whole_checkpoint_and_the_resumed_run_is_the_uninterrupted_one(
+    tmp_path, run, number, caplog
+):
+    recorder = Recorder()
+    stopped = small(tmp_path, save_steps=50, callbacks=[SignalAt(2, number), recorder], eval_strategy="no")
+    with caplog.at_level(logging.WARNING, logger="hf_speedkit"):
+        stopped.train()
+    assert stopped.stopped_by == number.name
+    assert stopped.state.global_step == 3 == len(recorder.rows), "the step under way is finished"
+    assert f"{number.name}: stopped after step 3 of 4, checkpoint-3 is complete" in caplog.text
+    assert names(tmp_path) == ["checkpoint-3"]
+    assert signal.getsignal(number) is signal.SIG_DFL
+    resumed = small(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.stopped_by is None
+    assert losses(resumed) == pytest.approx(run[1], abs=1e-6)
+
+
+@pytest.mark.parametrize("changes", [{"save_strategy": "no"}, {"stop_signals": []}])
+def test_signals_are_left_alone_where_no_checkpoint_could_be_written_or_none_is_wanted(tmp_path, changes):
+    seen = []
+
+    class Looks(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    small(tmp_path, max_steps=1, callbacks=[Looks()], **changes).train()
+    assert seen == [signal.SIG_DFL]
+
+
+def test_somebody_elses_handler_stays(tmp_path):
+    def handler(number, frame):
+        """Not ours."""
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        small(tmp_path, max_steps=1).train()
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_word_that_is_no_signal_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="'SIGNOTHING' is no signal"):
+        small(tmp_path, stop_signals=["SIGNOTHING"])
+
+
+def test_v43_the_final_model_is_stored_as_asked_and_its_decays_stay_as_trained(tmp_path):
+    trainer = small(tmp_path, model=tiny_hybrid(), export_dtype="bfloat16", save_strategy="no")
+    trainer.save_model(str(tmp_path / "final"))
+    from safetensors.torch import load_file
+
+    stored = {name: tensor.dtype for name, tensor in load_file(tmp_path / "final" / "model.safetensors").items()}
+    decays = {name for name in stored if name.endswith(("A_log", "dt_bias"))}
+    assert decays
+    assert {stored[name] for name in decays} == {torch.float32}
+    assert {stored[name] for name in stored.keys() - decays} == {torch.bfloat16}
+    model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "final", output_loading_info=True)
+    assert not loading["missing_keys"]
+    assert model.dtype == torch.bfloat16
+    assert trainer.model.dtype == torch.float32, "the live model is left as it is"
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [("auto", torch.float32), ("float16", torch.float16)])
+def test_auto_stores_what_a_run_computes_in(tmp_path, dtype, stored):
+    small(tmp_path, export_dtype=dtype, save_strategy="no").save_model(str(tmp_path / "final"))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype="auto").dtype == stored
