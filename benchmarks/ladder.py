@@ -99,7 +99,9 @@ def job(given: argparse.Namespace, workload: Workload, rung: Rung, repetition: i
     step_s = STEP_S[rung.way] * workload.slots / 8192 * workload.accumulation
     start_s = COLD_S if repetition == 0 and rung.name == "speedkit" else START_S
     expected = 20.0 if workload.device == "cpu" else start_s + steps * step_s
-    return Job(name=f"{workload.name} {rung.name}", command=tuple(command), out=out, expected_s=expected)
+    # A cold run takes minutes longer: it says nothing about how long the others take.
+    name = f"{workload.name} {rung.name}" + (", cold" if repetition == 0 else "")
+    return Job(name=name, command=tuple(command), out=out, expected_s=expected)
 
 
 def measure(given: argparse.Namespace) -> list[Outcome]:

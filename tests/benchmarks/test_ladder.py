@@ -37,6 +37,13 @@ def test_a_cold_machine_compiles_in_runs_that_enter_no_table(tmp_path, monkeypat
     assert all(repetition > 0 for _, _, repetition in plan(tmp_path))
 
 
+def test_a_cold_run_does_not_tell_how_long_a_warm_one_takes(tmp_path):
+    given = ladder.arguments(["--out", str(tmp_path)])
+    cold, warm = (ladder.job(given, WORKLOADS["27b-8"], rung.RUNGS["speedkit"], repetition) for repetition in (0, 1))
+    assert cold.name != warm.name
+    assert cold.expected_s > warm.expected_s + 100
+
+
 def test_only_what_was_asked_for_is_compiled(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "none"))
     given = ladder.arguments(["--out", str(tmp_path), "--rungs", "seed", "trl"])
