@@ -67,7 +67,6 @@ class PreparedModel:
         accumulation_steps: micro-batches of an optimizer step.
         reduces_each: whether gradients are reduced after every micro-batch.
         train_slots, eval_slots: positions of one forward pass; None where rows have no fixed length.
-        saves_nothing: whether `save_model` would write no file.
         loads_once: whether one rank was to read the checkpoint for all (`cpu_ram_efficient_loading`).
         weight_bytes: all parameters as they were loaded.
     """
@@ -88,7 +87,6 @@ class PreparedModel:
     reduces_each: bool = False
     train_slots: int | None = None
     eval_slots: int | None = None
-    saves_nothing: bool = False
     loads_once: bool = False
 
 
@@ -102,7 +100,6 @@ def judge(model: PreparedModel) -> tuple[Finding, ...]:
         _mixed_dtypes(model),
         _untied(model),
         _checkpointed_twice(model),
-        _saves_nothing(model),
         _not_sharded(model),
         _upcast(model),
         _decay(model),
@@ -185,20 +182,9 @@ def _checkpointed_twice(model: PreparedModel) -> Finding | None:
         return None
     return _problem(
         "checkpointed_twice",
-        f"{model.layers_checkpointed_twice} layers have two activation checkpointings, the Trainer's and FSDP's: each "
-        "forward pass would be computed three times in a step instead of twice",
+        f"{model.layers_checkpointed_twice} layers have two activation checkpointings, the Trainer's and FSDP's: the "
+        "second saves nothing, and makes it three forward passes a step instead of two if the first is reentrant",
         advice="fsdp_config: activation_checkpointing: false (the Trainer's own can skip layers and offload)",
-    )
-
-
-def _saves_nothing(model: PreparedModel) -> Finding | None:
-    if not model.saves_nothing:
-        return None
-    return _problem(
-        "saves_nothing",
-        "trainer.save_model() would write nothing and say nothing: it does so under SHARDED_STATE_DICT "
-        "(transformers 5.23 trainer.py:4097)",
-        advice="fsdp_config: state_dict_type: FULL_STATE_DICT",
     )
 
 

@@ -70,7 +70,6 @@ def prepared_model(trainer: SpeedSFTTrainer, loaded: LoadedWeights) -> PreparedM
         reduces_each=bool(trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)),
         train_slots=row_slots and row_slots * args.per_device_train_batch_size,
         eval_slots=row_slots and row_slots * args.per_device_eval_batch_size if trainer.eval_dataset else None,
-        saves_nothing=_saves_nothing(trainer, plugin),
         loads_once=bool(plugin is not None and plugin.cpu_ram_efficient_loading),
     )
 
@@ -174,13 +173,6 @@ def _checkpointed_twice(model: Any) -> int:
         for module in model.modules()
         if isinstance(module, CheckpointWrapper)
     )
-
-
-def _saves_nothing(trainer: Any, plugin: Any) -> bool:
-    from transformers import Trainer
-
-    plain = type(trainer).save_model is Trainer.save_model
-    return plain and plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type)
 
 
 def _local(parameter: Any) -> Any:

@@ -36,6 +36,7 @@ _LEFT_TO_END_S = 20.0
 """How long a rank may take to end by itself after a failure: with the poll, all are gone within 30 s."""
 _STORE_TIMEOUT = timedelta(seconds=10)
 _FAILED = "failed"
+_LOADING = "loading the next batches"
 
 
 class RankWatch(TrainerCallback):  # type: ignore[misc]
@@ -55,6 +56,7 @@ class RankWatch(TrainerCallback):  # type: ignore[misc]
         self._poll_s = min(_LONGEST_POLL_S, timeout_s / 10) if timeout_s else _LONGEST_POLL_S
         self._doing, self._step, self._progress, self._since = STARTING, 0, 0, time.monotonic()
         self._first_step: int | None = None
+        self._control: TrainerControl | None = None
         self._sent = 0
         self._heard: dict[int, tuple[int, float]] = {}
         self._last_named: tuple[tuple[int, ...], set[int]] | None = None
@@ -112,8 +114,8 @@ class RankWatch(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """A step is done: what follows is a checkpoint, an evaluation, or the next batches."""
-        after = "evaluating" if control.should_evaluate else "loading the next batches"
-        self._begin(SAVING if control.should_save and not control.should_evaluate else after, state)
+        self._control = control
+        self._begin(_LOADING, state)
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -123,11 +125,19 @@ class RankWatch(TrainerCallback):  # type: ignore[misc]
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """An evaluation is done."""
-        self._begin(SAVING if control.should_save else "loading the next batches")
+        self._begin(_LOADING)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """A checkpoint is written."""
-        self._begin("loading the next batches")
+        self._begin(_LOADING)
+
+    def _part(self) -> str:
+        """The part of a step training is in; what callbacks ask for at the end of a step may still change."""
+        if self._doing != _LOADING or self._control is None:
+            return self._doing
+        if self._control.should_evaluate:
+            return "evaluating"
+        return SAVING if self._control.should_save else _LOADING
 
     # The thread.
 
@@ -181,7 +191,7 @@ class RankWatch(TrainerCallback):  # type: ignore[misc]
             progress=self._progress,
             step=self._step,
             warm=self._first_step is not None and self._step > self._first_step,
-            doing=self._doing,
+            doing=self._part(),
             still_s=self._still_s(),
             where=where,
             waits=waits,
@@ -196,7 +206,11 @@ class RankWatch(TrainerCallback):  # type: ignore[misc]
         if self._rank != next((rank for rank in range(self._ranks) if rank not in missing.ranks), None):
             return
         if missing.may_end and self._still_s() >= self._timeout_s:
-            self._tell({"rank": self._rank, "stuck": True, "text": _ending(missing, self._timeout_s)})
+            text = _ending(missing, self._timeout_s)
+            if self._tell({"rank": self._rank, "stuck": True, "text": text})["text"] == text:
+                # At once: the others leave as soon as they read it, and this rank's own error would come first.
+                sys.stderr.write(f"\n{text}\n")
+                sys.stderr.flush()
         elif self._last_named != (missing.ranks, silent):
             self._last_named = (missing.ranks, silent)
             logger.warning("%s\n  %s", missing.message, "\n  ".join(missing.evidence))
@@ -234,21 +248,23 @@ class RankWatch(TrainerCallback):  # type: ignore[misc]
             first = self._tell({"rank": self._rank, "stuck": False, "text": text})
         except RuntimeError:
             return  # the launcher is gone, and everybody with it
+        if first["stuck"]:
+            self._end(first)
         # Ranks that stop together have all raised a SpeedkitError.
-        if first["rank"] != self._rank and isinstance(error, Exception) and not isinstance(error, SpeedkitError):
-            raise SpeedkitError("another rank failed first, so this one stops", evidence=(first["text"],)) from error
+        elif first["rank"] != self._rank and isinstance(error, Exception) and not isinstance(error, SpeedkitError):
+            # Where this rank was when the other one left it alone says nothing: 60 lines less above what does.
+            raise SpeedkitError("another rank failed first, so this one stops", evidence=(first["text"],)) from None
+        else:
+            _record(error)
 
     def _end(self, failure: dict[str, Any]) -> None:
         """End this process, after a while in which it may end by itself: by its own error, or the launcher's signal."""
         if failure["stuck"]:
             _record(SpeedkitError(failure["text"]))
-            if failure["rank"] == self._rank:
-                sys.stderr.write(f"\n{failure['text']}\n")
-                sys.stderr.flush()
         else:
             logger.error("%s; this rank ends too", failure["text"])
-        if self._stop.wait(self._poll_s if failure["stuck"] else _LEFT_TO_END_S):
-            return
+            if self._stop.wait(_LEFT_TO_END_S):
+                return
         # A thread cannot raise in another one that waits inside NCCL: only the end of the process gets it out.
         os._exit(1)
 
@@ -295,9 +311,12 @@ def _ending(missing: Missing, timeout_s: float) -> str:
     return str(error)
 
 
-def _record(error: SpeedkitError) -> None:
+def _record(error: BaseException) -> None:
     """Leave the error where torchrun's summary shows it."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    with contextlib.suppress(OSError):
-        get_error_handler().record_exception(error)
+    try:
+        raise error  # it writes down the traceback of the exception being handled
+    except BaseException as handled:  # noqa: BLE001 - it goes on to where it was raised first
+        with contextlib.suppress(OSError):
+            get_error_handler().record_exception(handled)

@@ -11,16 +11,16 @@ from support import tiny_hybrid, tiny_tokenizer, tokenized
 LENGTHS = [9, 4, 17, 2, 30, 8, 8, 21, 5, 13, 3, 28, 11, 6, 19, 2]
 
 
-def build(path, *, accumulation, sharded=False, leaky_rank=None, **changes):
+def build(path, *, accumulation, sharded=False, leaky_rank=None, model=None, data=None, plugin=(), **changes):
     from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
 
     class Trainer(SpeedSFTTrainer):
         def create_accelerator_and_postprocess(self):
             super().create_accelerator_and_postprocess()
             if sharded:
-                shard_on_cpu(self)
+                shard_on_cpu(self, **dict(plugin))
 
-    model = tiny_hybrid()
+    model = tiny_hybrid() if model is None else model
     if leaky_rank is not None and int(os.environ.get("RANK", "0")) == leaky_rank:
         forget_boundaries(model)
     values = {
@@ -31,13 +31,13 @@ def build(path, *, accumulation, sharded=False, leaky_rank=None, **changes):
     return Trainer(
         model=model,
         args=SpeedSFTConfig(**{**values, **changes}),
-        train_dataset=tokenized(LENGTHS),
+        train_dataset=tokenized(LENGTHS) if data is None else data,
         eval_dataset=tokenized([2, 2, 2, 30, 4, 25, 3], seed=7),
         processing_class=tiny_tokenizer(),
     )
 
 
-def shard_on_cpu(trainer, state_dict_type="FULL_STATE_DICT"):
+def shard_on_cpu(trainer, state_dict_type="FULL_STATE_DICT", **changes):
     """FSDP2 over gloo: accelerate 1.15 has no switch for it (state.py:986), so its private state is set."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, PartialState
@@ -45,13 +45,17 @@ def shard_on_cpu(trainer, state_dict_type="FULL_STATE_DICT"):
 
     for state in (AcceleratorState._shared_state, PartialState._shared_state):
         state["distributed_type"] = DistributedType.FSDP
-    AcceleratorState._shared_state["fsdp_plugin"] = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["Qwen3_5DecoderLayer"],
-        cpu_ram_efficient_loading=False,
-        state_dict_type=state_dict_type,
-    )
+    values = {
+        "fsdp_version": 2,
+        "auto_wrap_policy": "transformer_based_wrap",
+        "transformer_cls_names_to_wrap": ["Qwen3_5DecoderLayer"],
+        "cpu_ram_efficient_loading": False,
+        "state_dict_type": state_dict_type,
+    }
+    plugin = FullyShardedDataParallelPlugin(**{**values, **changes})
+    if trainer.accelerator.mixed_precision != "no":
+        plugin.set_mixed_precision(trainer.accelerator.mixed_precision)  # as state.py does for GPUs
+    AcceleratorState._shared_state["fsdp_plugin"] = plugin
     trainer.is_fsdp_enabled = True
 
 
