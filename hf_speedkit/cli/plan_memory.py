@@ -59,7 +59,8 @@ def memory_result(config: Any, *, tokens: int, gpus: int, gpu: PlannedGpu, accum
     """
     from hf_speedkit.kernels.memory_trace import TracedSizes, UntraceableError
 
-    sizes = TracedSizes(config, tokens)
+    # Adapters beside bf16 weights without autocast, as in recipes/qwen27b_lora.yaml.
+    sizes = TracedSizes(config, tokens, mixed_precision=False)
     job = MemoryJob(gpus=gpus, accumulation=accumulation, sync_each_batch=True)
     result: dict[str, Any] = {"gpus": gpus, "gpu": gpu.name, "gpu_memory_gib": gpu.memory_gib, "error": None}
     try:

@@ -18,7 +18,9 @@ _MASKED = ("sdpa", "eager")
 
 
 @contextmanager
-def packed_layers(model: Any, *, device: torch.device, references: bool, attention: str) -> Iterator[tuple[str, ...]]:
+def packed_layers(
+    model: Any, *, device: torch.device, references: bool, attention: str, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, ...]]:
     """Make a model's layers ready for packed rows for the time of the context.
 
     Args:
@@ -28,6 +30,7 @@ def packed_layers(model: Any, *, device: torch.device, references: bool, attenti
             documents apart. False in strict mode: there the fallback is refused, by the name it has.
         attention: "auto" replaces sdpa and eager attention with torch's variable-length attention where it can do
             what the model needs; "keep" leaves it.
+        dtype: of the activations under mixed precision, whose weights may be fp32; the weights' own if None.
 
     Yields:
         One line per thing that was changed.
@@ -39,7 +42,7 @@ def packed_layers(model: Any, *, device: torch.device, references: bool, attenti
             if bound:
                 names = ", ".join(sorted({name.rpartition(".")[2] for name in bound}))
                 changed.append(f"{names}: transformers' fallback -> hf_speedkit reference")
-        if attention == "auto" and _use_varlen_attention(model, device):
+        if attention == "auto" and _use_varlen_attention(model, device, dtype):
             before = model.config._attn_implementation
             model.set_attn_implementation(register())
             stack.callback(model.set_attn_implementation, before)
@@ -63,15 +66,16 @@ def padded_attention(model: Any) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
-def _use_varlen_attention(model: Any, device: torch.device) -> bool:
+def _use_varlen_attention(model: Any, device: torch.device, dtype: torch.dtype | None) -> bool:
     if getattr(model.config, "_attn_implementation", None) not in _MASKED:
         return False
     # The class says it can do without a mask: chunked attention, for one, cannot.
     if not getattr(_base(model), "_supports_flash_attn", False):
         return False
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    if torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
+    if dtype is None:
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        if torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
     reason = unsupported_reason(model.config.get_text_config(), dtype=dtype, device=device)
     if reason is not None:
         logger.info("packed attention stays on %s: %s", model.config._attn_implementation, reason)

@@ -316,6 +316,7 @@ class SpeedSFTTrainer(FastUpdates, SafeCheckpoints):
             device=self.args.device,
             references=self.kernel_mode != "strict",
             attention=self.args.packed_attention,
+            dtype=activation_dtype(self.args),
         ) as changed:
             # Evaluation between steps finds most of it done already.
             self._changed_layers += tuple(line for line in changed if line not in self._changed_layers)
