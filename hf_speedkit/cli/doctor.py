@@ -128,9 +128,15 @@ def diagnose_model(
     probe_s = None
     # A combination that is known to fail may end the process: it is not run.
     if probe and not any(check.verdict.value == "BLOCKED" for check in checks):
+        import torch
+
+        from hf_speedkit.kernels.skeleton import probe_config
+
         before = [(folder, folder.files()) for folder in cache_folders()]
         began = time.perf_counter()
-        checks, changed = _probed(config, stack, slots, device)
+        checks, changed = probe_config(
+            config, device=torch.device(device), dtype=torch.bfloat16, tokens_per_batch=slots, stack=stack
+        )
         probe_s = time.perf_counter() - began
         caches = tuple(
             Cache(compiler=f.compiler, variable=f.variable, path=str(f.path), new_files=f.files() - count)
@@ -154,23 +160,6 @@ def diagnose_model(
         probe_s=probe_s,
         caches=caches,
     )
-
-
-def _probed(config: Any, stack: Stack, slots: int, device: str) -> tuple[tuple[KernelCheck, ...], tuple[str, ...]]:
-    import torch
-
-    from hf_speedkit.kernels.attention import register, unsupported_reason
-    from hf_speedkit.kernels.fused_layers import fused_layers
-    from hf_speedkit.kernels.inspection import check_kernels
-    from hf_speedkit.kernels.skeleton import model_skeleton
-
-    place, dtype = torch.device(device), torch.bfloat16
-    model: Any = model_skeleton(config, device=place, dtype=dtype)
-    if unsupported_reason(model.config, dtype=dtype, device=place) is None:
-        model.set_attn_implementation(register())
-    with fused_layers(model, dtype=dtype, tokens_per_batch=slots) as changed:
-        checks = check_kernels(model, probe=True, tokens_per_batch=slots, dtype=dtype, stack=stack)
-    return checks, changed
 
 
 def _packed_attention(config: Any, stack: Stack) -> tuple[KernelCheck, ...]:

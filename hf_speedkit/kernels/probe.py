@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
+from hf_speedkit.kernels.compatibility import Stack
 from hf_speedkit.kernels.layout import live_layers
 from hf_speedkit.kernels.probe_inputs import Example
 from hf_speedkit.kernels.probe_targets import Target, attention_target, function_target
+from hf_speedkit.kernels.stack import read_stack
 
 EDGE_LENGTHS = (1, 33, 63, 64, 65, 95, 127, 129, 130)
 """Lengths on both sides of chunks of 32, 64 and 128 positions, and a document of one token."""
@@ -132,13 +134,22 @@ def probe_function(
 
 def _probed(check: KernelCheck, target: Target) -> KernelCheck:
     outcome = probe_function(target.called, target.make_example)
-    where = f"{target.device} in {str(target.dtype).removeprefix('torch.')}"
+    where = f"{place(target.device)} in {str(target.dtype).removeprefix('torch.')}"
     if outcome.verdict is not KernelVerdict.FUSED:
         return replace(check, verdict=outcome.verdict, reason=f"on {where}: {outcome.detail}", fix=check.fix)
     evidence = f"{check.evidence}; ran both ways on {where}, {outcome.detail}"
     if outcome.call_s is not None and outcome.first_call_s is not None:
         evidence += f", first call {outcome.first_call_s:.1f} s, then {1e3 * outcome.call_s:.1f} ms"
     return replace(check, evidence=evidence, first_call_s=outcome.first_call_s, call_s=outcome.call_s)
+
+
+def place(device: torch.device, stack: Stack | None = None) -> str:
+    """Where something ran: of a GPU its name, architecture and compiler, which a report of a fault needs."""
+    if device.type != "cuda":
+        return device.type
+    stack = stack or read_stack()
+    made = ", ".join(f"{name} {stack.versions[name]}" for name in ("triton", "torch") if name in stack.versions)
+    return f"{torch.cuda.get_device_name(device)} ({stack.architecture}, {made})"
 
 
 def _run(function: Callable[..., Any], row: Example) -> tuple[Tensor, dict[str, Tensor | None]] | ProbeOutcome:

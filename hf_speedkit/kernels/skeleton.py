@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
+from hf_speedkit.core.records import KernelCheck
+from hf_speedkit.kernels.compatibility import Stack
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -45,3 +48,40 @@ def _layers_needed(text_config: Any) -> int:
     if not kinds:
         return min(total, 1)
     return max(list(kinds).index(kind) for kind in set(kinds)) + 1
+
+
+def probe_config(
+    config: Any, *, device: torch.device, dtype: torch.dtype, tokens_per_batch: int, stack: Stack | None = None
+) -> tuple[tuple[KernelCheck, ...], tuple[str, ...]]:
+    """Prove the kernels of a model that is not there: on a skeleton, with what SpeedSFTTrainer would put in place.
+
+    Compiles and tunes what step 1 needs, so it is also what fills the caches of a node. The job's random state and the
+    device's memory are afterwards as they were.
+
+    Args:
+        config: see `model_skeleton`.
+        device: a GPU; on a CPU only the packed attention has anything to run.
+        dtype: of weights and activations.
+        tokens_per_batch: slots of training's row.
+        stack: device and versions; read from this machine if None.
+
+    Returns:
+        (one check per function, what was put in place in words).
+    """
+    import torch
+
+    from hf_speedkit.kernels.attention import register, unsupported_reason
+    from hf_speedkit.kernels.fused_layers import fused_layers
+    from hf_speedkit.kernels.inspection import check_kernels
+
+    on_gpu = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if on_gpu else []):
+        model: Any = model_skeleton(config, device=device, dtype=dtype)
+        if unsupported_reason(model.config, dtype=dtype, device=device) is None:
+            model.set_attn_implementation(register())
+        with fused_layers(model, dtype=dtype, tokens_per_batch=tokens_per_batch) as changed:
+            checks = check_kernels(model, probe=True, tokens_per_batch=tokens_per_batch, dtype=dtype, stack=stack)
+        del model
+    if on_gpu and not any("CUDA error" in (check.reason or "") for check in checks):  # it would raise the same again
+        torch.cuda.empty_cache()
+    return checks, changed

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hf_speedkit.core.families import refuse_leaking_family
-from hf_speedkit.core.records import KernelCheck
+from hf_speedkit.core.records import KernelCheck, KernelVerdict
+from hf_speedkit.kernels.imports import is_installed
 from hf_speedkit.trainer.agreement import agree
 from hf_speedkit.trainer.memory_check import require_memory_of
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from hf_speedkit.trainer.config import SpeedSFTConfig
+
+logger = logging.getLogger(__name__)
 
 
 def kernel_mode(args: SpeedSFTConfig) -> str:
@@ -38,16 +45,23 @@ def require_before_loading(model_args: Any, args: SpeedSFTConfig) -> None:
 
 
 def require_kernels(
-    model: str, args: SpeedSFTConfig, *, revision: str | None = None, attn_implementation: str | None = None
+    model: str | PreTrainedModel,
+    args: SpeedSFTConfig,
+    *,
+    revision: str | None = None,
+    attn_implementation: str | None = None,
 ) -> None:
-    """Refuse a job whose kernels are missing or known to fail on this machine before 54 GB of weights are on it.
+    """Refuse a job whose kernels are missing, known to fail or found wrong, before it loads weights or tokenizes data.
 
-    Reads the config (a few kB) and imports the packages in processes of their own, on one rank a host. Nothing is run
-    and nothing is said in the other modes: the proof before step 1 looks at the live model.
+    By name: reads the config (a few kB), imports the packages in processes of their own and, on a GPU with packing,
+    runs the functions at the model's sizes on a skeleton of it (4 of 64 layers for Qwen3.5-27B). One rank of each host
+    does so, which also fills its caches once; the others read them. Of a model that is there its bindings are
+    looked at. Nothing is said in the other modes: the proof before step 1 looks at the prepared model again.
 
     Args:
-        model: hub id or path.
-        args: the job's settings. Read here: `kernel_assertion`, `packing` and the rows, `model_init_kwargs`.
+        model: hub id or path, or the model.
+        args: the job's settings. Read here: `kernel_assertion`, `packing` and the rows, what may be put in place,
+            `model_init_kwargs`.
         revision, attn_implementation: as for from_pretrained; those in `args.model_init_kwargs` if None.
 
     Raises:
@@ -63,22 +77,49 @@ def require_kernels(
     agree(lambda: _require(model, args, {name: value for name, value in options.items() if value is not None}))
 
 
-def _require(model: str, args: SpeedSFTConfig, options: dict[str, Any]) -> None:
+def _require(model: str | PreTrainedModel, args: SpeedSFTConfig, options: dict[str, Any]) -> None:
     if args.local_process_index != 0:
         return
-    config = _config(model, options)
-    if config is None:
+    subject = _config(model, options) if isinstance(model, str) else model
+    if subject is None:
         return
+    config = subject if isinstance(model, str) else model.config
     if args.packing:
         refuse_leaking_family(config.get_text_config().model_type)
     if kernel_mode(args) != "strict":
         return
-    from hf_speedkit.kernels.fla_convolution import through_fla
-    from hf_speedkit.kernels.inspection import assert_kernels, check_kernels
+    from hf_speedkit.kernels.inspection import check_kernels
 
-    checks = check_kernels(config, tokens_per_batch=args.row_slots if args.packing else None)
-    kept = [check for check in through_fla(checks) if not _may_be_replaced(check, args)]
-    assert_kernels(config, checks=kept, say=lambda _: None)  # warnings come with the live model
+    slots = args.row_slots if args.packing else None
+    checks = [check for check in check_kernels(subject, tokens_per_batch=slots) if not _may_be_replaced(check, args)]
+    _refuse(checks, config)
+    if isinstance(model, str) and slots is not None and args.device.type == "cuda" and checks:
+        _refuse(_run(config, args, slots), config)
+
+
+def _refuse(checks: Sequence[KernelCheck], config: Any) -> None:
+    from hf_speedkit.kernels.fla_convolution import through_fla
+    from hf_speedkit.kernels.inspection import assert_kernels
+
+    assert_kernels(config, checks=through_fla(checks), say=lambda _: None)  # warnings come with the prepared model
+
+
+def _run(config: Any, args: SpeedSFTConfig, slots: int) -> tuple[KernelCheck, ...]:
+    import torch
+
+    from hf_speedkit.kernels.skeleton import probe_config
+    from hf_speedkit.trainer.kernel_callback import activation_dtype
+
+    dtype = activation_dtype(args) or torch.bfloat16
+    try:
+        checks, _ = probe_config(config, device=args.device, dtype=dtype, tokens_per_batch=slots)
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+        if "CUDA error" in str(error):  # no later call on this device will work either
+            raise
+        # A skeleton that cannot be made (a config that only remote code understands, no memory) proves nothing.
+        logger.info("kernels are not run before loading: %s: %s", type(error).__name__, error)
+        return ()
+    return checks
 
 
 def _config(model: str, options: dict[str, Any]) -> Any:
@@ -92,6 +133,11 @@ def _config(model: str, options: dict[str, Any]) -> Any:
 
 
 def _may_be_replaced(check: KernelCheck, args: SpeedSFTConfig) -> bool:
-    """Attention with a mask gives way to packed attention where the model allows it, which only the model tells."""
-    masked = check.evidence.startswith(("eager", "torch scaled_dot_product_attention"))
-    return check.function == "attention" and masked and args.packing and args.packed_attention == "auto"
+    """What SpeedSFTTrainer will put something faster in the place of, where the prepared model allows it."""
+    if check.function == "attention":
+        masked = check.evidence.startswith(("eager", "torch scaled_dot_product_attention"))
+        return masked and args.packing and args.packed_attention == "auto"
+    if check.function != "causal_conv1d_fn" or check.verdict is not KernelVerdict.FALLBACK:
+        return False
+    fuses = args.fused_layers and "convolution" not in (args.fused_layers_exclude or ())
+    return fuses and args.device.type == "cuda" and is_installed("fla")

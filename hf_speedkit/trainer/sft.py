@@ -105,8 +105,8 @@ class SpeedSFTTrainer(FastUpdates, SafeCheckpoints):
             check_dataset(dataset, text_field=args.dataset_text_field, formatting_func=formatting_func, name=name)
         if self.packing_active:
             check_packing_request(args, data_collator, train_dataset, eval_dataset, model, peft_config)
+        require_kernels(model, args)
         if isinstance(model, str):  # before anything is loaded
-            require_kernels(model, args)
             quantized = getattr(quantization_config, "load_in_4bit", False)
             require_memory(model, args, peft_config=peft_config, quantized=quantized)
         super().__init__(

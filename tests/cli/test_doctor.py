@@ -254,10 +254,11 @@ def test_a_probe_runs_the_layers_without_their_weights(folder):
 def test_a_probe_says_where_compiled_kernels_are_kept_and_whether_they_were_there(
     folder, tmp_path, monkeypatch, earlier
 ):
-    """The folder fills while the probe runs: here by a config whose first look at its layers leaves a file."""
+    """The folder fills while the probe runs: here a file appears when its layers are made."""
     from transformers import AutoConfig
 
-    from hf_speedkit.cli import doctor, doctor_view
+    from hf_speedkit.cli import doctor_view
+    from hf_speedkit.kernels import skeleton
 
     cache = tmp_path / "triton"
     monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
@@ -266,8 +267,10 @@ def test_a_probe_says_where_compiled_kernels_are_kept_and_whether_they_were_ther
     (cache / "kept.json").touch()
     config = AutoConfig.from_pretrained(folder)
     if not earlier:
-        probed = doctor._probed
-        monkeypatch.setattr(doctor, "_probed", lambda *args: ((cache / "new.cubin").touch(), probed(*args))[1])
+        make = skeleton.model_skeleton
+        monkeypatch.setattr(
+            skeleton, "model_skeleton", lambda *args, **how: ((cache / "new.cubin").touch(), make(*args, **how))[1]
+        )
     diagnosis = diagnose_model("m", config, stack=stack(capability=None), slots=64, probe=True, device="cpu")
     text = "\n".join(doctor_view.text_lines(diagnosis))
     state = "warm: nothing new" if earlier else "cold: 1 new files"

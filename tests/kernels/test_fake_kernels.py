@@ -87,6 +87,32 @@ def test_a_package_that_cannot_be_used_is_a_fallback_with_the_real_cause(tmp_pat
     assert (check.verdict, check.reason, check.fix) == (KernelVerdict.FALLBACK, reason, fix)
 
 
+@pytest.mark.parametrize(
+    ("convolution", "reason", "fix"),
+    [
+        (None, "`causal_conv1d` is not installed", 'pip install --no-build-isolation "causal-conv1d>=1.7"'),
+        (
+            'raise ImportError("causal_conv1d_cuda.so: undefined symbol: _ZN3c10")',
+            "`causal_conv1d` is installed but fails to import: ImportError: causal_conv1d_cuda.so: undefined symbol: "
+            "_ZN3c10",
+            'pip install --force-reinstall --no-deps --no-cache-dir --no-build-isolation "causal-conv1d>=1.7"',
+        ),
+        (
+            "def another_function(): ...",
+            "`causal_conv1d` 1.7.0 imports but has no causal_conv1d.causal_conv1d_fn",
+            'pip install --upgrade --no-build-isolation "causal-conv1d>=1.7"',
+        ),
+    ],
+    ids=["absent", "undefined_symbol", "lacks_the_function"],
+)
+def test_v52_a_convolution_that_cannot_be_used_is_a_fallback_with_the_real_cause(
+    tmp_path, monkeypatch, convolution, reason, fix
+):
+    write_fakes(tmp_path, convolution=convolution)
+    check = check_of(CONVOLUTION, model_bound_to(tmp_path, monkeypatch))
+    assert (check.verdict, check.reason, check.fix) == (KernelVerdict.FALLBACK, reason, fix)
+
+
 def test_a_bound_reference_keeps_the_cause_and_is_named(tmp_path, monkeypatch):
     write_fakes(tmp_path, fla='raise ImportError("undefined symbol: x")')
     model = model_bound_to(tmp_path, monkeypatch)
@@ -163,6 +189,16 @@ class Stuck(torch.autograd.Function):
         raise RuntimeError("Triton < 3.7.1 on Hopper")
 return Stuck.apply(call()), None
 """
+GRADIENT = """
+class Changed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+    @staticmethod
+    def backward(ctx, gradient):
+        return CHANGE
+return call(v=Changed.apply(v)), None
+"""
 NAN_AT_65 = """
 out = call()
 lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
@@ -223,6 +259,38 @@ return torch.cat(parts, dim=1), None
             KernelVerdict.BROKEN,
             "the gradient of v is off by 50.0% (tolerance 0.2%)",
         ),
+        (
+            {"fla": rule(GRADIENT.replace("CHANGE", "torch.zeros_like(gradient)"))},
+            RULE,
+            KernelVerdict.FORWARD_ONLY,
+            "no gradient reaches v",
+        ),
+        (
+            {"fla": rule(GRADIENT.replace("CHANGE", "gradient / 0"))},
+            RULE,
+            KernelVerdict.BROKEN,
+            "the gradient of v is not finite",
+        ),
+        (
+            {
+                "convolution": """
+    import torch
+    from hf_speedkit.kernels.reference import causal_conv1d_fn as right
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+        @staticmethod
+        def backward(ctx, gradient):
+            return 1.5 * gradient
+    def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None):
+        return right(x, Scaled.apply(weight), bias, activation, seq_idx)
+"""
+            },
+            CONVOLUTION,
+            KernelVerdict.BROKEN,
+            "the gradient of weight is off by 50.0%",
+        ),
         ({"fla": rule(NAN_AT_65)}, RULE, KernelVerdict.BROKEN, "the output is not finite at length 65"),
         (
             {"fla": rule(NO_BACKWARD)},
@@ -239,6 +307,9 @@ return torch.cat(parts, dim=1), None
         "v55_detached_output",
         "v55_two_inputs_without_gradient",
         "gradient_scaled",
+        "v55_gradient_of_zeros",
+        "v49_gradient_not_finite",
+        "convolution_gradient_scaled",
         "nan_at_one_length",
         "v48_backward_raises",
     ],

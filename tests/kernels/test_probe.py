@@ -7,8 +7,9 @@ from kernel_models import tiny_model
 from hf_speedkit.core.records import KernelVerdict
 from hf_speedkit.kernels import reference
 from hf_speedkit.kernels.attention import register, varlen_attention
+from hf_speedkit.kernels.compatibility import Stack
 from hf_speedkit.kernels.inspection import check_kernels
-from hf_speedkit.kernels.probe import EDGE_LENGTHS, TOLERANCES, probe_function
+from hf_speedkit.kernels.probe import EDGE_LENGTHS, TOLERANCES, place, probe_function
 from hf_speedkit.kernels.probe_batch import batch_keys
 from hf_speedkit.kernels.probe_inputs import convolution_example, delta_rule_example
 from hf_speedkit.kernels.probe_targets import function_target
@@ -264,3 +265,10 @@ def test_under_autocast_the_convolutions_weight_stays_in_float32():
     model = tiny_model("qwen3_5")
     target = function_target("causal_conv1d_fn", len, model.model.layers[0].linear_attn, torch.bfloat16, None)
     assert target.make_example((5,), 0).inputs["weight"].dtype is torch.float32
+
+
+def test_v49_a_fault_names_the_gpu_its_architecture_and_the_versions(monkeypatch):
+    stack = Stack(capability=(10, 0), versions={"torch": "2.13.0", "triton": "3.7.1", "fla-core": "0.6.0"})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA B200")
+    assert place(torch.device("cuda", 0), stack) == "NVIDIA B200 (sm100, triton 3.7.1, torch 2.13.0)"
+    assert place(torch.device("cpu"), stack) == "cpu"

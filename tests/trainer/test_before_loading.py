@@ -1,19 +1,27 @@
 """A job whose kernels are missing is refused from the config alone: no weights are there in any of these tests."""
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import qwen27b_sft
+import torch
+from datasets import Dataset
 from support import tiny_hybrid, tiny_tokenizer, tokenized
-from transformers import AutoConfig
+from transformers import AutoConfig, Qwen3_5TextConfig
 
 from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
 from hf_speedkit.core.errors import KernelAssertionError, PackingError
+from hf_speedkit.kernels.skeleton import probe_config
 from hf_speedkit.trainer.before_loading import require_kernels
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
 from fake_kernels import RIGHT_CONVOLUTION, RIGHT_RULE, forget_fakes, write_fakes
+
+
+class Untouched:
+    """A tokenizer that nobody may ask for anything."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +55,17 @@ def test_a_trainer_given_a_name_refuses_before_it_loads_or_tokenizes_with_one_co
     assert 'Mend it:  pip install "flash-linear-attention>=0.6,<0.7"\nGo on' in text
     assert "fla's convolution takes its place once fla is installed" in text
     assert not (tmp_path / "run").exists()
+
+
+def test_v50_a_trainer_given_a_model_refuses_before_it_tokenizes(tmp_path):
+    conversations = Dataset.from_dict({"messages": [[{"role": "user", "content": "w3"}]]})
+    with pytest.raises(KernelAssertionError, match="3 of 4 layers would run the reference implementation"):
+        SpeedSFTTrainer(
+            model=tiny_hybrid(),
+            args=settings(tmp_path, kernel_assertion="strict"),
+            train_dataset=conversations,
+            processing_class=Untouched(),
+        )
 
 
 @pytest.mark.parametrize("mode", ["auto", "warn", "off"])
@@ -96,6 +115,53 @@ def test_a_flash_attention_that_is_not_installed_is_refused_before_the_download(
 
 def test_a_config_that_is_nowhere_is_left_to_the_loading_to_name(tmp_path):
     require_kernels(str(tmp_path / "nowhere"), settings(tmp_path, kernel_assertion="strict"))
+
+
+def test_a_model_that_is_not_there_is_proven_on_a_skeleton_and_the_jobs_random_state_stays(folder):
+    state = torch.random.get_rng_state()
+    checks, changed = probe_config(
+        AutoConfig.from_pretrained(folder), device=torch.device("cpu"), dtype=torch.float32, tokens_per_batch=64
+    )
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert {check.function for check in checks} == {"attention", "causal_conv1d_fn", "chunk_gated_delta_rule"}
+    assert "ran both ways on cpu in float32" in next(c.evidence for c in checks if c.function == "attention")
+    assert changed == ()
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(580)
+def test_v50_on_a_gpu_a_27b_config_is_proven_in_a_minute_once_warm_and_leaves_no_memory(tmp_path):
+    pytest.importorskip("fla")
+    kinds = ["full_attention" if (i + 1) % 4 == 0 else "linear_attention" for i in range(64)]
+    config = Qwen3_5TextConfig(
+        hidden_size=5120, intermediate_size=17_408, num_hidden_layers=64, num_attention_heads=24,
+        num_key_value_heads=4, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=48,
+        linear_key_head_dim=128, linear_value_head_dim=128, layer_types=kinds,
+    )  # fmt: skip
+    config.architectures = ["Qwen3_5ForCausalLM"]
+    config.save_pretrained(tmp_path / "model")
+    args = settings(tmp_path, use_cpu=False, tokens_per_batch=8192)
+    require_kernels(str(tmp_path / "model"), args)  # compiles
+    state, began = torch.cuda.get_rng_state(), time.perf_counter()
+    require_kernels(str(tmp_path / "model"), args)
+    assert time.perf_counter() - began < 60
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert torch.cuda.memory_reserved() < 1 << 30
+
+    def broken(*arguments, **keywords):
+        raise RuntimeError("no kernel image is available for execution on the device")
+
+    modeling = sys.modules["transformers.models.qwen3_5.modeling_qwen3_5"]
+    wrapper = modeling.torch_chunk_gated_delta_rule
+    place = wrapper.__code__.co_freevars.index("implementation")
+    original = wrapper.__closure__[place].cell_contents
+    wrapper.__closure__[place].cell_contents = broken
+    try:
+        with pytest.raises(KernelAssertionError, match="no kernel image is available"):
+            require_kernels(str(tmp_path / "model"), args)
+    finally:
+        wrapper.__closure__[place].cell_contents = original
 
 
 def test_the_recipe_asks_before_it_loads_tokenizer_model_or_data(folder, tmp_path):
