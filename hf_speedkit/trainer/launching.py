@@ -19,8 +19,8 @@ _REPLICAS, _SHARDS = "PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "PARALLELISM_CONFIG
 def announce_sharding(settings: Mapping[str, object], environment: MutableMapping[str, str] | None = None) -> None:
     """Say in the environment that the job is sharded, and how; call it before TrainingArguments are made.
 
-    With ACCELERATE_USE_FSDP, accelerate 1.15 starts a gloo group beside NCCL (state.py:228), on which a full state dict
-    is gathered into host memory. What the launcher has set already is kept.
+    accelerate 1.15 reads ACCELERATE_USE_FSDP when the process group starts: with FULL_STATE_DICT it starts a gloo group
+    beside NCCL, for tensors in host memory (state.py:228). What the launcher has set already is kept.
 
     Args:
         settings: the job's settings by their names in the YAML file. Read here: `fsdp`, `fsdp_config`, `use_cpu` and

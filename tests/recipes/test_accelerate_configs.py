@@ -75,7 +75,7 @@ def test_a_sharded_run_wraps_the_decoder_layers_in_pure_bf16(launched, name):
     assert plugin.reshard_after_forward is True
     assert plugin.cpu_ram_efficient_loading is True
     assert plugin.activation_checkpointing is False  # the Trainer's own is on: both would be refused
-    assert str(plugin.state_dict_type) == "StateDictType.FULL_STATE_DICT"  # save_model writes nothing under SHARDED
+    assert str(plugin.state_dict_type) == "StateDictType.SHARDED_STATE_DICT"  # docs/checkpoints.md
     assert environment["ACCELERATE_MIXED_PRECISION"] == "no"  # "bf16" would keep fp32 weights, gradients and moments
     assert environment["ACCELERATE_USE_FSDP"] == "true"
 

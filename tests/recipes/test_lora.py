@@ -84,7 +84,7 @@ def test_a_tiny_adapter_is_trained_proven_counted_and_saved(tmp_path, capsys, mo
     assert not any("lm_head" in name for name in shapes)
 
     trained = sum(a * b for a, b in shapes.values())
-    lora = model_flops(tiny_config().to_dict(), frozen=True, adapter_parameters=trained)
+    lora = model_flops(tiny_config().to_dict(), head_on="target", frozen=True, adapter_parameters=trained)
     steps = [json.loads(line) for line in (out / "speedkit_steps.jsonl").read_text().splitlines()]
     for step in (one for one in steps if one["kind"] == "step"):
         counts = TokenCounts(**step["tokens"])
