@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
@@ -54,9 +54,7 @@ def measured(trainer: Any) -> ThroughputCallback:
     flops = flops_of(trainer.model)
     if flops is not None and isinstance(trainer, SFTTrainer) and trainer.args.device.type == "cuda":
         # TRL's fused head scores target positions only on a GPU, and makes its product again in backward.
-        known = {one.name for one in fields(flops)}
-        changes: dict[str, Any] = {"head_on": "target", "head_again": True}
-        flops = replace(flops, **{key: value for key, value in changes.items() if key in known})
+        flops = replace(flops, head_on="target", head_again=True)
     callback = ThroughputCallback(flops=flops, sinks=[JsonlSink(Path(trainer.args.output_dir) / STEP_LOG_NAME)])
     attach(trainer, callback)
     return callback

@@ -87,14 +87,19 @@ class CountedSteps:
             self._awaiting = next((kind for kind, wanted in follows if wanted), "step_end")
         return False
 
-    def through(self, event: str) -> None:
-        """A step's end, logging ("log"), evaluation ("eval") or saving ("save") is through."""
+    def through(self, event: str) -> bool:
+        """A step's end, logging ("log"), evaluation ("eval") or saving ("save") is through.
+
+        True where a count begins now: starting it took time that is no step's.
+        """
         if self._counter.counting:
             self._give_up("the step was interrupted by evaluation, saving or logging")
         elif self._counter.warm and self._awaiting == event:
             self._awaiting = None
             self._counter.start()
             self._report(self._counter.reason)
+            return self._counter.counting
+        return False
 
     def take(self) -> tuple[int, StepActivity] | None:
         """The last count since the last call, with its global step."""

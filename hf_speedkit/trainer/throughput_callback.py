@@ -271,8 +271,8 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
             error, self._error = self._error, None
             self._stop_helpers()
             raise error
-        if self._counted is not None and event != "train_begin":
-            self._counted.through(event)
+        if self._counted is not None and event != "train_begin" and self._counted.through(event):
+            self._clock.pause("log")
 
     def _settle_before_pause(self, control: TrainerControl) -> None:
         # Both wait for the device anyway: its remaining work must count as training and not as that pause. Where a log

@@ -12,7 +12,7 @@ from plain_trainer import LENGTHS, documents, make_trainer, training_rows
 from transformers import Trainer
 
 from hf_speedkit.core.records import TokenCounts
-from hf_speedkit.trainer import throughput_callback
+from hf_speedkit.trainer import job_ledger
 from hf_speedkit.trainer.attach import attach
 from hf_speedkit.trainer.reduction import gather_over_ranks
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback
@@ -79,8 +79,8 @@ def train(rank, port, directory, queue):
     trainer.throughput = callback
     attach(trainer, callback)
     gathers = []
-    reduction = throughput_callback.gather_over_ranks
-    throughput_callback.gather_over_ranks = lambda *arguments: gathers.append(1) or reduction(*arguments)
+    reduction = job_ledger.gather_over_ranks
+    job_ledger.gather_over_ranks = lambda *arguments: gathers.append(1) or reduction(*arguments)
     trainer.train()
     totals = callback.run_totals()
     queue.put(
