@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from hf_speedkit.core.memory_sizes import BF16_BYTES, FP32_BYTES, MemoryJob, MemorySetting, ModelMemory
+from hf_speedkit.core.memory_sizes import BF16_BYTES, FP32_BYTES, LayerMemory, MemoryJob, MemorySetting, ModelMemory
 
 # TRL 1.16's fused head: a tile of 4,096 tokens by 32,768 entries (chunked_logprob.py:31, utils.py:1506).
 _TRL_TOKENS, _TRL_ENTRIES = 4096, 32_768
@@ -137,9 +137,9 @@ class _State:
         self._weight_shards = self.shards if setting.sharded else 1
         self._copies = job.gpus > 1 and not job.fsdp  # DDP: the reducer's buckets are a second set of gradients
         outside = model.embedding + model.tail
-        frozen = sum(layer.parameters - (0 if setting.adapters else layer.trained) for layer in model.layers)
+        frozen = sum(_frozen_bytes(layer, setting) for layer in model.layers)
         self.weights = (
-            frozen * setting.frozen_bytes / self._weight_shards
+            frozen / self._weight_shards
             + outside * (setting.trained_bytes if model.head_trained else BF16_BYTES) / self.shards
             + sum(layer.trained for layer in model.layers) * setting.trained_bytes / self.shards
         )
@@ -218,6 +218,13 @@ class _State:
         gathered = layer.parameters if self._setting.sharded else 0
         adapters = layer.trained if self._setting.adapters else 0
         return (gathered + adapters) * BF16_BYTES
+
+
+def _frozen_bytes(layer: LayerMemory, setting: MemorySetting) -> float:
+    """Frozen weights of a layer: what can be packed as the setting says, the rest in bf16."""
+    frozen = layer.parameters - (0 if setting.adapters else layer.trained)
+    packed = min(frozen, layer.parameters if layer.packable is None else layer.packable)
+    return packed * setting.frozen_bytes + (frozen - packed) * BF16_BYTES
 
 
 def _head_forward(model: ModelMemory, setting: MemorySetting, job: MemoryJob) -> float:

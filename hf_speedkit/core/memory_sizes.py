@@ -24,6 +24,8 @@ class LayerMemory:
         work: bytes at the highest point of its backward over what was there before it began and its checkpoint: the
             recomputed tensors, the gradient that comes in, the gradients of its own weights, and what its kernels need.
         cast: bytes of lower-precision copies of its weights that autocast keeps until the forward pass ends.
+        packable: how many of its weights bitsandbytes would pack: those of linear maps, not experts in one tensor;
+            None means all.
     """
 
     kind: str
@@ -32,6 +34,7 @@ class LayerMemory:
     saved: int
     work: int
     cast: int = 0
+    packable: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

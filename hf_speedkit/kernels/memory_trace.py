@@ -7,8 +7,9 @@ step is closed form (core/memory_plan.py), since 64 whole layers under torch's M
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -71,7 +72,7 @@ def trace_memory(config: Any, settings: TraceSettings) -> ModelMemory:
     config._attn_implementation = register_attention()
     dtype = torch.float32 if settings.fp32_weights else torch.bfloat16
     try:
-        with FakeTensorMode():
+        with _without_torchs_own_report(), FakeTensorMode():
             with no_init_weights():
                 model = AutoModelForCausalLM.from_config(config, dtype=dtype)
             model.tie_weights()  # part of what no_init_weights leaves out
@@ -115,6 +116,17 @@ def _trace(model: Any, config: Any, settings: TraceSettings) -> ModelMemory:
         hidden_size=embedding.shape[1],
         head_trained=settings.adapters is None,
     )
+
+
+@contextmanager
+def _without_torchs_own_report() -> Iterator[None]:
+    """Torch logs the traceback of an operation that fails on fake tensors; what it says is in our error."""
+    theirs = logging.getLogger("torch._subclasses.fake_tensor")
+    before, theirs.disabled = theirs.disabled, True
+    try:
+        yield
+    finally:
+        theirs.disabled = before
 
 
 def _decoder_layers(model: nn.Module) -> list[Any]:
@@ -191,6 +203,7 @@ def _trace_layer(layer: Any, call: tuple[Any, Any], name: str, own: int, setting
     from hf_speedkit.kernels.live_bytes import LiveBytes
     from hf_speedkit.kernels.traced_adapters import adapt
 
+    packable = sum(m.weight.numel() for m in layer.modules() if isinstance(m, torch.nn.Linear))
     if settings.adapters is not None:
         adapt(layer, settings.adapters, four_bit=settings.four_bit)
     args, kwargs = call
@@ -213,7 +226,15 @@ def _trace_layer(layer: Any, call: tuple[Any, Any], name: str, own: int, setting
     trained = sum(p.numel() for p in layer.parameters() if p.requires_grad)
     cast = sum(p.numel() * 2 for p in layer.parameters() if p.ndim == 2) if settings.fp32_weights else 0
     # The output belongs to the next layer, whose backward is over by then: it is not there when the peak comes.
-    return LayerMemory(kind=name, parameters=own, trained=trained, saved=saved, work=highest - size, cast=cast)
+    return LayerMemory(
+        kind=name,
+        parameters=own,
+        trained=trained,
+        saved=saved,
+        work=highest - size,
+        cast=cast,
+        packable=packable,
+    )
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:

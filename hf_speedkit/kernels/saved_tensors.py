@@ -141,8 +141,8 @@ class VarlenAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Query [T, H, D]; key, value [T, H_kv, D]."""
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        """Query [T, H, D]; key [T, H_kv, D]; value [T, H_kv, V], V mostly D."""
+        out = query.new_empty(*query.shape[:2], value.shape[2])
         ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:2], dtype=torch.float32))
         return out
 

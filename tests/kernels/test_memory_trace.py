@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from support import tiny_hybrid, tiny_llama
@@ -10,6 +12,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+import hf_speedkit.kernels.stand_ins
 from hf_speedkit.core.memory_sizes import FP32_MASTER, LORA, PURE_BF16, QLORA, MemoryJob
 from hf_speedkit.kernels import saved_tensors
 from hf_speedkit.kernels.live_bytes import LiveBytes
@@ -156,8 +159,8 @@ def config_of(kind, **values):
     return AutoConfig.for_model(kind, vocab_size=64, num_key_value_heads=2, pad_token_id=0, **common, **values)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "olmo2", "gemma2"])
-def test_dense_families_are_traced(kind):
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma2", "gpt_oss", "deepseek_v3"])
+def test_families_of_every_sort_are_traced(kind):
     model = trace_memory(config_of(kind), TraceSettings(tokens=T))
     real = AutoModelForCausalLM.from_config(config_of(kind))
     assert model.parameters == real.num_parameters()
@@ -220,6 +223,29 @@ def test_the_precision_follows_setting_and_number_of_gpus():
     assert sizes(QLORA, MemoryJob()).layers[0].work < sizes(LORA, MemoryJob()).layers[0].work
 
 
-def test_a_model_that_cannot_run_on_fake_tensors_says_so():
+def test_a_model_that_cannot_run_on_fake_tensors_says_so_once(monkeypatch):
+    def narrow(module, query, key, value, mask, **_):
+        return value.transpose(1, 2), None
+
     with pytest.raises(UntraceableError, match=r"\w+Error"):
         trace_memory(config_of("llama", head_dim=-3), TraceSettings(tokens=T))
+    monkeypatch.setattr(hf_speedkit.kernels.stand_ins, "_attention", narrow)
+    reports = []
+    listener = logging.Handler()
+    listener.emit = reports.append
+    theirs = logging.getLogger("torch._subclasses.fake_tensor")
+    theirs.addHandler(listener)
+    with pytest.raises(UntraceableError, match="same reduction dim"):
+        trace_memory(config_of("llama"), TraceSettings(tokens=T))
+    theirs.removeHandler(listener)
+    assert reports == []  # torch's own would be twenty lines
+    assert not theirs.disabled
+
+
+def test_experts_in_one_tensor_are_not_packed_in_four_bits():
+    config = config_of("qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=8)
+    layer = trace_memory(config, TraceSettings(tokens=T)).layers[0]
+    experts = 8 * 3 * 32 * 32
+    assert 0 < layer.packable < layer.parameters - experts + 1
+    dense = trace_memory(tiny_llama().config, TraceSettings(tokens=T)).layers[0]
+    assert dense.parameters - dense.packable == 2 * 32  # the norms
