@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class FirstStep(TrainerCallback):  # type: ignore[misc]
         self.runs: tuple[KernelRun, ...] | None = None
         self._mode = "off"
         self._hook: Any = None
+        self._frozen: frozenset[str] = frozenset()
         self._names: frozenset[str] | None = None
         self._unread = ""
 
@@ -78,6 +80,7 @@ class FirstStep(TrainerCallback):  # type: ignore[misc]
         if all(run.forward is None for run in promised):
             self._unread = ""  # nothing whose kernels' names are known: nothing to look for, and nothing to say
             return
+        self._frozen = frozen_layers(model, {check.layer for check in self.checks})
         begin: Any = self._begin
         if getattr(args, "torch_compile", False):  # it changes Python state, which a compiled graph must not capture
             begin = torch.compiler.disable(begin)  # type: ignore[no-untyped-call]
@@ -135,7 +138,10 @@ class FirstStep(TrainerCallback):  # type: ignore[misc]
     def _missing(self, step: int) -> KernelAssertionError | None:
         if not self._names:
             return None
-        self.runs = functions_that_ran(self._names, self.checks, expected=self.expected_names)
+        runs = functions_that_ran(self._names, self.checks, expected=self.expected_names)
+        self.runs = tuple(
+            replace(run, backward=None) if run.layer in self._frozen and not run.backward else run for run in runs
+        )
         seen = sum(bool(run.forward and run.backward) for run in self.runs)
         logger.info("step %d ran the kernels of %d of %d fused functions", step, seen, len(self.runs))
         error = never_ran([run for run in self.runs if self.demands(run.function)])
@@ -145,6 +151,23 @@ class FirstStep(TrainerCallback):  # type: ignore[misc]
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+
+
+def frozen_layers(model: torch.nn.Module, kinds: Iterable[str]) -> frozenset[str]:
+    """Classes of layers that no gradient has to pass: nothing in them, or before them, is trained.
+
+    Args:
+        model: its modules come in the order they run in, as those of decoders do.
+        kinds: names of classes.
+    """
+    reached: set[str] = set()
+    trained = False
+    for module in model.modules():
+        trained = trained or any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        inside = trained or any(parameter.requires_grad for parameter in module.parameters())
+        if inside:
+            reached.update(kind.__name__ for kind in type(module).__mro__)
+    return frozenset(kinds) - reached
 
 
 def _raise(error: KernelAssertionError | None) -> None:

@@ -78,6 +78,20 @@ def test_a_function_that_is_not_required_need_not_run(tmp_path):
     assert callback.runs[0].backward is False
 
 
+@pytest.mark.parametrize(
+    ("trained", "reached"),
+    [("lm_head", False), ("model.layers.1.mlp", False), ("model.layers.0.mlp", True), ("model.embed_tokens", True)],
+)
+def test_a_backward_that_no_gradient_has_to_take_is_not_demanded(tmp_path, trained, reached):
+    model = tiny_llama()
+    model.requires_grad_(False)
+    model.get_submodule(trained).requires_grad_(True)
+    callback = on_a_cpu(KernelAssertionCallback(), {SDPA: OPERATORS})
+    trainer_of(tmp_path, callback, model=model, max_steps=1).train()
+    assert callback.runs[0].forward is True
+    assert callback.runs[0].backward is (True if reached else None)
+
+
 def test_warn_says_the_same_and_goes_on(tmp_path, caplog):
     callback = on_a_cpu(KernelAssertionCallback(mode="warn"), {SDPA: NEVER})
     trainer = trainer_of(tmp_path, callback)
