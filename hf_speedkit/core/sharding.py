@@ -56,6 +56,7 @@ class PreparedModel:
 
     Args:
         ranks: processes of the job.
+        shards: ranks that hold one copy of the model together: all of them, or those of one host (hybrid sharding).
         sharding_asked: whether FSDP was asked for.
         groups: empty where nothing is sharded.
         loaded_dtype, stored_dtype: of the trained parameters, before and after they were prepared.
@@ -72,6 +73,7 @@ class PreparedModel:
     """
 
     ranks: int
+    shards: int
     sharding_asked: bool
     groups: tuple[ShardGroup, ...]
     loaded_dtype: str
@@ -121,7 +123,7 @@ def judge_loading(grown_bytes: Sequence[float], model: PreparedModel) -> Finding
     if not model.loads_once or model.weight_bytes < _SMALLEST_JUDGED_BYTES:
         return None
     # One and a half shards, or a quarter of the model where shards are small against what else a process does.
-    limit = max(1.5 * model.weight_bytes / model.ranks, model.weight_bytes / 4)
+    limit = max(1.5 * model.weight_bytes / model.shards, model.weight_bytes / 4)
     over = [rank for rank, grown in enumerate(grown_bytes) if rank > 0 and grown > limit]
     if not over:
         return None
@@ -145,7 +147,7 @@ def sentence(model: PreparedModel) -> str:
         return held
     largest = max(model.groups, key=lambda group: group.gathered_bytes)
     return (
-        f"{held} over {model.ranks} ranks ({_gib(model.stored_bytes / model.ranks)} a rank) in {len(model.groups)} "
+        f"{held} over {model.shards} ranks ({_gib(model.stored_bytes / model.shards)} a rank) in {len(model.groups)} "
         f"groups; the largest, {largest.name}, takes {_gib(largest.gathered_bytes)} while it is gathered"
     )
 
@@ -207,7 +209,7 @@ def _upcast(model: PreparedModel) -> Finding | None:
     return _warning(
         "upcast",
         f"the weights were loaded in {model.loaded_dtype} and are held in {model.stored_dtype}: weights, gradients and "
-        f"AdamW's moments take {_gib(4 * more)} more, {_gib(4 * more / model.ranks)} a rank",
+        f"AdamW's moments take {_gib(4 * more)} more, {_gib(4 * more / model.shards)} a rank",
         "accelerate 1.15 does so wherever FSDP2 meets mixed precision, and says it at level info only "
         "(utils/fsdp_utils.py:815)",
         advice=f"bf16=False trains in {model.loaded_dtype} as loaded; leave it if small updates are to add up in fp32",
@@ -235,7 +237,7 @@ def _kept_gradients(model: PreparedModel) -> Finding | None:
     return _warning(
         "kept_gradients",
         f"gradients of the whole model stay on every rank while {model.accumulation_steps} micro-batches accumulate: "
-        f"{_gib(kept)} a rank instead of {_gib(kept / model.ranks)}",
+        f"{_gib(kept)} a rank instead of {_gib(kept / model.shards)}",
         advice='accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": True}} reduces them after '
         "every micro-batch, for one reduce-scatter more each",
     )

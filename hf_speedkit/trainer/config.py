@@ -10,6 +10,7 @@ from typing import Any
 from trl import SFTConfig
 
 from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.trainer.launching import refuse_lost_fp8, refuse_split_rows
 
 _STRATEGIES = ("auto", "fifo_close", "best_fit_decreasing", "next_fit")
 _OVERLONG = ("error", "split", "truncate", "drop")
@@ -211,7 +212,7 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
             settings.fsdp = settings.fsdp.lower() == "true"
         asked = os.environ.get("ACCELERATE_MIXED_PRECISION")
         super().__post_init__()
-        self._refuse_lost_fp8(asked)
+        refuse_lost_fp8(asked, self.mixed_precision)
         # `stop_signals` does what that is for, at one step on all ranks (see trainer/stop_signal.py).
         self.enable_jit_checkpoint = False
         self._check_choices()
@@ -221,16 +222,6 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
             raise ConfigurationError(
                 "eval_packing=True without packing: packed rows need the collator that packing=True brings",
                 mend="set packing=True as well, or leave eval_packing unset",
-            )
-
-    def _refuse_lost_fp8(self, asked: str | None) -> None:
-        # transformers 5.23 overwrites the launcher's choice (training_args.py:1574), and TRL turns bf16 on by itself.
-        if asked == "fp8" and self.mixed_precision != "fp8":
-            raise ConfigurationError(
-                f"the launcher asked for fp8, and the job would train in {self.mixed_precision}",
-                evidence=(f"bf16={self.bf16}, fp16={self.fp16} take its place without a word",),
-                mend="bf16=False keeps fp8",
-                regardless="accelerate launch --mixed_precision no (or bf16) is what would run",
             )
 
     def _check_choices(self) -> None:
@@ -268,6 +259,7 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         if self.packing_strategy == "bfd_split":
             self.overlong = "split"
         self.packing_strategy = _TRL_STRATEGIES.get(self.packing_strategy, self.packing_strategy)
+        refuse_split_rows(self.parallelism_config)
         if self.padding_free:
             raise ConfigurationError(
                 "padding_free=True is part of packing here and must not be set beside it",

@@ -116,7 +116,6 @@ def check_packing_request(
             "a data_collator of your own cannot be used with packing: it would replace the packed rows",
             mend="leave data_collator out, or set packing=False",
         )
-    refuse_split_rows(args.parallelism_config)
     for name, dataset in named_datasets(train_dataset, eval_dataset):
         _refuse_idle_mask(set(dataset.column_names or ()), args.completion_only_loss, name)
     if isinstance(train_dataset, IterableDataset):
@@ -138,27 +137,6 @@ def check_packing_request(
     _refuse_virtual_tokens(model, peft_config)
     if not isinstance(model, str):
         refuse_leaking_family(model.config.get_text_config().model_type)
-
-
-def refuse_split_rows(parallel: Any) -> None:
-    """Refuse parallelism that hands parts of one row to several ranks.
-
-    Recurrent layers would start anew, or carry a state over from another document, where a row is cut (case V05).
-
-    Args:
-        parallel: accelerate's ParallelismConfig, or None.
-
-    Raises:
-        ConfigurationError: names the sizes that are above 1.
-    """
-    sizes = {name: getattr(parallel, name, None) or 1 for name in ("cp_size", "sp_size", "tp_size")}
-    on = [f"{name}={size}" for name, size in sizes.items() if size > 1]
-    if on:
-        raise ConfigurationError(
-            "packed rows cannot be split over ranks: document boundaries would be lost",
-            evidence=(f"the parallelism_config has {', '.join(on)}",),
-            mend="set cp_size, sp_size and tp_size to 1, or packing=False",
-        )
 
 
 def _refuse_cut_batches(accelerator: Any) -> None:

@@ -52,3 +52,53 @@ def announce_sharding(settings: Mapping[str, object], environment: MutableMappin
             )
         environment["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
         environment[_REPLICAS], environment[_SHARDS] = str(world // local), str(local)
+
+
+def refuse_lost_fp8(asked: str | None, got: str) -> None:
+    """Refuse a launch in fp8 that the settings have turned into something else.
+
+    transformers 5.23 takes bf16 and fp16 before the launcher's choice (training_args.py:1614), and TRL turns bf16 on by
+    itself, without a word.
+
+    Args:
+        asked: ACCELERATE_MIXED_PRECISION before the settings were made.
+        got: `mixed_precision` of the settings.
+
+    Raises:
+        ConfigurationError: names the setting that took its place.
+    """
+    if asked == "fp8" and got != "fp8":
+        raise ConfigurationError(
+            f"the launcher asked for fp8, and the job would train in {got}",
+            evidence=(f"{got}=True in the settings (TRL's default for bf16) takes its place without a word",),
+            mend="bf16=False keeps fp8",
+            regardless=f"accelerate launch --mixed_precision {got} is what would run",
+        )
+
+
+def refuse_split_rows(parallel: object, environment: Mapping[str, str] | None = None) -> None:
+    """Refuse parallelism that hands parts of one row to several ranks.
+
+    Recurrent layers would start anew, or carry a state over from another document, where a row is cut (case V05).
+
+    Args:
+        parallel: accelerate's ParallelismConfig; None where only the launcher can ask for it.
+        environment: os.environ unless given.
+
+    Raises:
+        ConfigurationError: names the sizes that are above 1.
+    """
+    environment = os.environ if environment is None else environment
+    launched = is_on(environment.get("ACCELERATE_USE_PARALLELISM_CONFIG"))
+    on = []
+    for name in ("cp_size", "sp_size", "tp_size"):
+        asked = environment.get(f"PARALLELISM_CONFIG_{name.upper()}", "1") if launched else "1"
+        size = int(getattr(parallel, name, None) or 1) if parallel is not None else int(asked)
+        if size > 1:
+            on.append(f"{name}={size}")
+    if on:
+        raise ConfigurationError(
+            "packed rows cannot be split over ranks: document boundaries would be lost",
+            evidence=(f"the parallelism_config has {', '.join(on)}",),
+            mend="set cp_size, sp_size and tp_size to 1, or packing=False",
+        )

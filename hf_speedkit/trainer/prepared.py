@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,7 @@ def prepared_model(trainer: SpeedSFTTrainer, loaded: LoadedWeights) -> PreparedM
     wanted, tied = _tie(model)
     return PreparedModel(
         ranks=args.world_size,
+        shards=_shards(model),
         sharding_asked=args.fsdp_plugin_args is not None,
         groups=shard_groups(model),
         loaded_dtype=loaded.dtype,
@@ -141,6 +143,16 @@ def _group(state: Any, parameters: dict[str, Any], layers: int, names: dict[int,
         stored_bytes=_bytes(parameters.values()),
         gathered_bytes=sum(p.numel() * (compute or p.dtype).itemsize for p in parameters.values()),
         gradient_bytes=sum(p.numel() * (reduce or compute or p.dtype).itemsize for p in trained.values()),
+    )
+
+
+def _shards(model: Any) -> int:
+    """Over how many ranks one copy of the parameters is spread."""
+    sharded = next((p for p in model.parameters() if hasattr(p, "placements")), None)
+    if sharded is None:
+        return 1
+    return math.prod(
+        size for size, placed in zip(sharded.device_mesh.shape, sharded.placements, strict=True) if placed.is_shard()
     )
 
 

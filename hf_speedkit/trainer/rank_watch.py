@@ -250,8 +250,7 @@ class RankWatch(TrainerCallback):  # type: ignore[misc]
             return  # the launcher is gone, and everybody with it
         if first["stuck"]:
             self._end(first)
-        # Ranks that stop together have all raised a SpeedkitError.
-        elif first["rank"] != self._rank and isinstance(error, Exception) and not isinstance(error, SpeedkitError):
+        elif first["rank"] != self._rank and _of_the_connection(error):
             # Where this rank was when the other one left it alone says nothing: 60 lines less above what does.
             raise SpeedkitError("another rank failed first, so this one stops", evidence=(first["text"],)) from None
         else:
@@ -309,6 +308,13 @@ def _ending(missing: Missing, timeout_s: float) -> str:
         regardless="stuck_rank_timeout_s=0 waits for ddp_timeout and names nobody",
     )
     return str(error)
+
+
+def _of_the_connection(error: BaseException) -> bool:
+    """Whether an error says no more than that another rank has gone: gloo's is a plain RuntimeError, NCCL's is not."""
+    from torch.distributed import DistError
+
+    return isinstance(error, DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def _record(error: BaseException) -> None:

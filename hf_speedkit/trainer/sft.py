@@ -35,7 +35,6 @@ from hf_speedkit.trainer.inputs import (
     check_packing_request,
     check_vocabulary,
     named_datasets,
-    refuse_split_rows,
     with_template_kwargs,
 )
 from hf_speedkit.trainer.kernel_callback import activation_dtype
@@ -130,8 +129,6 @@ class SpeedSFTTrainer(FastUpdates, SafeCheckpoints):
             refuse_leaking_family(self.model.config.get_text_config().model_type)
             for name, dataset in named_datasets(self.train_dataset, self.eval_dataset):
                 check_vocabulary(dataset, self.model, name)
-            # Once more: the launcher may ask for what the settings do not.
-            refuse_split_rows(self.accelerator.parallelism_config)
             self._padding_collator = self.data_collator
             self.own_head = self.use_loss_head()
             # TRL refuses a collator of one's own beside packing, so it takes its place afterwards.

@@ -24,6 +24,7 @@ def group(**changes):
 def prepared(**changes):
     values = {
         "ranks": 4,
+        "shards": 4,
         "sharding_asked": True,
         "groups": (group(), group(name="model.layers.1")),
         "loaded_dtype": "float32",
@@ -85,7 +86,7 @@ def test_no_rule_fires_where_nothing_is_wrong(changes):
 def test_v38_an_upcast_is_named_with_its_cost_and_the_setting():
     # 27B as loaded: 26.9e9 x 2 bytes; weights, gradients and two moments double.
     loaded = int(26.9e9 * 2)
-    found = findings(loaded_dtype="bfloat16", loaded_bytes=loaded, stored_bytes=2 * loaded, ranks=2)["upcast"]
+    found = findings(loaded_dtype="bfloat16", loaded_bytes=loaded, stored_bytes=2 * loaded, shards=2)["upcast"]
     assert found.severity == Severity.WARNING
     assert "loaded in bfloat16 and are held in float32" in found.message
     assert "take 200.42 GiB more, 100.21 GiB a rank" in found.message
@@ -138,7 +139,7 @@ MIB = 2**20
     ids=["over", "within", "rank 0", "many ranks"],
 )
 def test_v41_ranks_that_read_the_checkpoint_themselves_are_named(grown, ranks, named):
-    model = prepared(loads_once=True, weight_bytes=200 * MIB, ranks=ranks)
+    model = prepared(loads_once=True, weight_bytes=200 * MIB, ranks=ranks, shards=ranks)
     found = judge_loading([size * MIB for size in grown], model)
     assert (found is None) if named is None else (named in found.message)
     assert judge_loading([1e12] * ranks, prepared(loads_once=False, ranks=ranks)) is None
@@ -150,4 +151,5 @@ def test_the_report_line_holds_what_is_held_and_what_is_gathered():
         "float32 weights, 4.00 GiB to train over 4 ranks (1.00 GiB a rank) in 2 groups; the largest, model.layers.0, "
         "takes 1.00 GiB while it is gathered"
     )
+    assert "over 2 ranks (2.00 GiB a rank)" in sentence(prepared(shards=2)), "hybrid: two copies on four ranks"
     assert sentence(prepared(groups=())) == "float32 weights, 4.00 GiB to train"

@@ -3,7 +3,7 @@
 import pytest
 
 from hf_speedkit.core.errors import ConfigurationError
-from hf_speedkit.trainer.launching import announce_sharding
+from hf_speedkit.trainer.launching import announce_sharding, refuse_lost_fp8, refuse_split_rows
 
 JOB = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "FULL_STATE_DICT"}}
 TWO_HOSTS = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
@@ -55,3 +55,23 @@ def test_hybrid_sharding_needs_something_to_shard():
 def test_hosts_of_different_size_are_refused():
     with pytest.raises(ConfigurationError, match="the hosts differ in size"):
         announce_sharding({**JOB, "hybrid_sharding": True}, {"WORLD_SIZE": "12", "LOCAL_WORLD_SIZE": "8"})
+
+
+@pytest.mark.parametrize("name", ["cp_size", "sp_size", "tp_size"])
+def test_v05_rows_that_the_launcher_would_split_are_refused(name):
+    launched = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", f"PARALLELISM_CONFIG_{name.upper()}": "2"}
+    with pytest.raises(ConfigurationError, match=f"{name}=2"):
+        refuse_split_rows(None, launched)
+    refuse_split_rows(None, {**launched, "ACCELERATE_USE_PARALLELISM_CONFIG": "false"})
+    refuse_split_rows(None, {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "8"})
+
+
+def test_fp8_that_the_settings_turned_into_bf16_is_refused(monkeypatch, tmp_path):
+    from hf_speedkit import SpeedSFTConfig
+
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(ConfigurationError, match="asked for fp8, and the job would train in bf16"):
+        SpeedSFTConfig(output_dir=str(tmp_path), use_cpu=True)
+    SpeedSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    refuse_lost_fp8(None, "bf16")
+    refuse_lost_fp8("bf16", "bf16")
