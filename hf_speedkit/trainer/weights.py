@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SHARE_OF_DEVICE = 0.6
-"""Drawn weights stay on the device up to this share of its free memory: sharding needs one more shard beside them."""
+_SHARE_BEFORE_SHARDING = 0.6
+"""Drawn weights stay on the device up to this share of its free memory where a shard of them is made beside them."""
 
 
 def load_model(
@@ -48,7 +48,8 @@ def load_model(
         receives: whether this process gets its weights from rank 0; None finds out from `args`.
 
     Returns:
-        On the CPU where it was read, on the device where it was drawn (on the CPU if it would fill the device).
+        On the CPU where it was read, on the device where it was drawn (on the CPU if it does not fit, or if FSDP2 will
+        shard it and it takes more than 0.6 of the device's free memory).
 
     Raises:
         ConfigurationError: random weights to be quantized, or a model that says nowhere how a weight is drawn.
@@ -80,8 +81,12 @@ def receives_weights(args: TrainingArguments, *, quantized: bool = False) -> boo
 
     accelerate ignores FSDP on a CPU (state.py:986), and does not send quantized weights (fsdp_utils.py:829).
     """
+    return _are_sent(args, quantized=quantized) and args.process_index != 0
+
+
+def _are_sent(args: TrainingArguments, *, quantized: bool = False) -> bool:
     device = args.device  # starts the process group, without which world_size is 1
-    if args.world_size == 1 or args.process_index == 0 or device.type == "cpu" or quantized:
+    if args.world_size == 1 or device.type == "cpu" or quantized:
         return False
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils import parse_flag_from_env
@@ -102,25 +107,27 @@ def random_model(
     dtype: torch.dtype,
     seed: int = 0,
     attn_implementation: str | None = None,
+    largest_share: float = 1.0,
 ) -> PreTrainedModel:
     """Build a model with weights drawn by its own initialisation, module by module on the device.
 
     Args:
         config: of any causal language model that transformers knows.
-        device: where the weights are drawn, and stay unless they would take more than 0.6 of its free memory; then
-            they are moved to the CPU as they are drawn.
+        device: where the weights are drawn, and stay if they fit.
         dtype: of the weights.
         seed: with one kind of device it decides every weight.
         attn_implementation: as for `from_config`.
+        largest_share: weights that take more than this share of the device's free memory are moved to the CPU as they
+            are drawn, module by module.
 
     Raises:
         ConfigurationError: the model's initialisation leaves a weight out.
     """
     model = _meta_model(config, dtype, attn_implementation)
     device = torch.device(device)
-    home = device if _fits(model, device) else torch.device("cpu")
+    home = device if _fits(model, device, largest_share) else torch.device("cpu")
     if home != device:
-        logger.warning("random weights fill more than %.0f %% of %s: kept on the CPU", 100 * _SHARE_OF_DEVICE, device)
+        logger.warning("random weights fill more than %.0f %% of %s: kept on the CPU", 100 * largest_share, device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         for name, module, owner in _modules(model):
@@ -173,7 +180,14 @@ def _model(model_args: ModelConfig, args: TrainingArguments, random_weights: boo
     dtype = _dtype(model_args.dtype, config)
     if receives:
         return empty_model(config, dtype=dtype, attn_implementation=attention)
-    return random_model(config, device=args.device, dtype=dtype, seed=args.seed, attn_implementation=attention)
+    return random_model(
+        config,
+        device=args.device,
+        dtype=dtype,
+        seed=args.seed,
+        attn_implementation=attention,
+        largest_share=_SHARE_BEFORE_SHARDING if _are_sent(args) else 1.0,
+    )
 
 
 def _dtype(name: str | None, config: PreTrainedConfig) -> torch.dtype:
@@ -233,11 +247,11 @@ def _draw(name: str, module: torch.nn.Module, owner: PreTrainedModel, device: to
             )
 
 
-def _fits(model: torch.nn.Module, device: torch.device) -> bool:
+def _fits(model: torch.nn.Module, device: torch.device, share: float) -> bool:
     if device.type != "cuda":
         return True
     needed = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
-    return needed <= _SHARE_OF_DEVICE * torch.cuda.mem_get_info(device)[0]
+    return needed <= share * torch.cuda.mem_get_info(device)[0]
 
 
 def _refuse_other_layouts(model: torch.nn.Module) -> None:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from trl import ModelConfig
 
 from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.trainer import weights
 from hf_speedkit.trainer.weights import empty_model, load_model, random_model, receives_weights
 
 BUILDERS = {"hybrid": tiny_hybrid, "llama": tiny_llama}
@@ -154,3 +155,12 @@ def test_two_sharded_ranks_train_from_the_weights_that_one_process_would_draw(tm
         assert "absent" in absent
     assert said[0]["read"] == {"vectors_nan": False, "any_nan": False}
     assert said[1]["read"]["vectors_nan"]
+
+
+@pytest.mark.parametrize(("share", "fits"), [(1.0, True), (0.4, False)])
+def test_drawn_weights_stay_on_a_device_that_has_the_room(monkeypatch, share, fits):
+    model = tiny_llama()
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * size, 80 * 2**30))
+    assert weights._fits(model, torch.device("cuda"), share) is fits
+    assert weights._fits(model, torch.device("cpu"), share)
