@@ -68,6 +68,8 @@ def probe_config(
     Returns:
         (one check per function, what was put in place in words).
     """
+    import gc
+
     import torch
 
     from hf_speedkit.kernels.attention import register, unsupported_reason
@@ -83,5 +85,6 @@ def probe_config(
             checks = check_kernels(model, probe=True, tokens_per_batch=tokens_per_batch, dtype=dtype, stack=stack)
         del model
     if on_gpu and not any("CUDA error" in (check.reason or "") for check in checks):  # it would raise the same again
+        gc.collect()
         torch.cuda.empty_cache()
     return checks, changed
