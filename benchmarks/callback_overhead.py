@@ -150,8 +150,9 @@ def main() -> None:
         session_steps=totals.session_steps,
         train_call_s=time.perf_counter() - began,
         log=tuple(
-            {"with": with_one, "without": without_one}
-            for with_one, without_one in zip(means[True], means[False], strict=False)
+            {key: float(value) for key, value in entry.items() if isinstance(value, (int, float))}
+            for entry in trainer.state.log_history
+            if "loss" in entry
         ),
     )
     write(given.out, result)

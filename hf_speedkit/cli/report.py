@@ -35,14 +35,21 @@ def report(
     trace: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="A trace to explain. Repeatable; default: RUN/traces.")
     ] = None,
+    wandb: Annotated[
+        str | None,
+        typer.Option(metavar="ENTITY/PROJECT", help="Also save the same view in Weights & Biases (wandb-workspaces)."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and write no page.")] = False,
 ) -> None:
     """Turn step logs into one self-contained page: speed beside utilisation, step parts, loss, what a trace says.
 
     Results of benches become a table in Markdown, or a bar picture.
-    Exit 0: the page is written. 1: a log or a trace given cannot be read. 2: wrong use.
+    Exit 0: the page is written. 1: a log or a trace given cannot be read, or a view not be saved. 2: wrong use.
     """
     from hf_speedkit.core.errors import SpeedkitError
+
+    if wandb is not None:
+        _check_target(wandb)
 
     if _is_bench(runs):
         _report_bench(runs, out, as_json=as_json)
@@ -65,6 +72,29 @@ def report(
         typer.echo(_document(reports, summaries, remarks))
         return
     _write(out, reports, summaries, remarks)
+    if wandb is not None:
+        _save_view(wandb)
+
+
+def _check_target(target: str) -> None:
+    from hf_speedkit.cli.report_wandb import split_target
+    from hf_speedkit.core.errors import ConfigurationError
+
+    try:
+        split_target(target)
+    except ConfigurationError as error:
+        raise typer.BadParameter(str(error), param_hint="--wandb") from error
+
+
+def _save_view(target: str) -> None:
+    """After the page: what wandb refuses must not cost the page."""
+    from hf_speedkit.cli.report_wandb import save_view
+    from hf_speedkit.core.errors import SpeedkitError
+
+    try:
+        typer.echo(f"view saved: {save_view(target)}")
+    except SpeedkitError as error:
+        _fail(str(error))
 
 
 def _is_bench(runs: Sequence[Path]) -> bool:

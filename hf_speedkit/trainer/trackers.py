@@ -31,7 +31,7 @@ def require_trackers(settings: Mapping[str, object]) -> None:
                 mend='pip install ".[wandb]"' if name == "wandb" else f"pip install {package}",
                 regardless="--report_to none: the step log in output_dir is written all the same",
             )
-        if name == "wandb" and not _wandb_can_start():
+        if name == "wandb" and not wandb_can_start():
             raise ConfigurationError(
                 "report_to is 'wandb', and wandb is not logged in on this machine",
                 evidence=("no WANDB_API_KEY, no entry in ~/.netrc, and WANDB_MODE is not offline",),
@@ -45,7 +45,8 @@ def _names(value: object) -> list[str]:
     return [name for name in (str(item).strip() for item in listed) if name and name not in _NOT_TRACKERS]
 
 
-def _wandb_can_start() -> bool:
+def wandb_can_start() -> bool:
+    """Whether wandb has a key for its server, or is told to do without one."""
     if os.environ.get("WANDB_MODE", "online") in ("offline", "disabled", "dryrun") or "WANDB_DISABLED" in os.environ:
         return True
     if os.environ.get("WANDB_API_KEY"):

@@ -106,3 +106,15 @@ def test_the_first_window_with_the_warm_up_in_it_is_left_out_of_the_utilisation(
     windows = tuple({"speed/gpu_utilization": value} for value in (10.0, 90.0, 100.0))
     (row,) = rows([replace(bench(), log=windows)])
     assert row.values["gpu_utilization"].median == 95.0
+
+
+def test_v37_step_time_and_peak_memory_of_accumulation_1_and_4_stand_side_by_side():
+    one, four = (
+        replace(bench(), name=f"accumulation {count}", rates={**bench().rates, "speed/step_time_s": seconds},
+                peak_memory_gib=memory)
+        for count, seconds, memory in ((1, 0.5, 40.0), (4, 2.2, 94.0))
+    )  # fmt: skip
+    found = {row.name: row.values for row in rows([one, four])}
+    assert found["accumulation 1"]["step_time_s"].median == 0.5
+    assert found["accumulation 4"]["step_time_s"].median == 2.2
+    assert [values["peak_memory_gib"].median for values in found.values()] == [40.0, 94.0]

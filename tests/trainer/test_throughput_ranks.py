@@ -10,6 +10,7 @@ import torch
 import torch.multiprocessing as mp
 from plain_trainer import LENGTHS, documents, make_trainer, training_rows
 from transformers import Trainer
+from wandb_file import history
 
 from hf_speedkit.core.records import TokenCounts
 from hf_speedkit.trainer import job_ledger
@@ -28,6 +29,9 @@ def start(rank, port):
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(RANKS),
         OMP_NUM_THREADS="1",
+        WANDB_MODE="offline",
+        WANDB_SILENT="true",
+        WANDB_DISABLE_GIT="true",
     )
     torch.set_num_threads(1)
 
@@ -63,6 +67,7 @@ def mean_of_documents(rank):
 
 def train(rank, port, directory, queue):
     start(rank, port)
+    os.environ["WANDB_DIR"] = directory
     records = []
     callback = ThroughputCallback(sinks=[records.append], peak_tflops=1.0)
     trainer = make_trainer(
@@ -75,6 +80,7 @@ def train(rank, port, directory, queue):
         save_strategy="steps",
         save_steps=3,
         ddp_backend="gloo",
+        report_to="wandb",
     )
     trainer.throughput = callback
     attach(trainer, callback)
@@ -95,6 +101,11 @@ def train(rank, port, directory, queue):
             "documents": gather_over_ranks(mean_of_documents(rank), torch.device("cpu")),
         }
     )
+    if rank == 0:
+        import wandb
+
+        wandb.finish()
+        wandb.teardown()  # writes the last rows out
     torch.distributed.barrier()
     # Leave without tearing down: torch 2.13 destroys DDP's reducer, and with it the gloo group, while it holds the GIL
     # that a gloo thread is waiting for: one of the first five runs of this test never ended.
@@ -168,3 +179,13 @@ def test_v28_sums_and_counts_travel_and_not_means(found):
 
 def test_one_process_needs_no_process_group():
     assert gather_over_ranks([1.0, 2.0], torch.device("cpu")) == [[1.0, 2.0]]
+
+
+@pytest.mark.two_process
+def test_v78_one_run_is_written_and_it_holds_what_all_ranks_came_to(found):
+    said, directory = found
+    (file,) = (directory / "wandb").glob("offline-run-*/run-*.wandb")  # world rank 0 alone touches wandb
+    rows = [row for row in history(file) if "train/loss" in row]
+    (logged,) = said[0]["rows"]
+    assert [row["train/speed/total_real_tokens"] for row in rows] == [logged["speed/total_real_tokens"]]
+    assert rows[0]["train/speed/data_wait_max_rank"] == 1  # the other rank's numbers came by reduction

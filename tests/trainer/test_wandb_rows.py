@@ -20,16 +20,18 @@ def offline_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_DISABLE_GIT", "true")
 
-    def run(train):
-        try:
-            train()
-        finally:
-            wandb.finish()
-            # finish() comes back before the service has written the last rows: on a busy machine four of nine reads
-            # found none. The service writes them out before it ends.
-            wandb.teardown()
-        (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-        return history(file)
+    def run(*sessions):
+        for train in sessions:
+            try:
+                train()
+            finally:
+                wandb.finish()
+        # finish() comes back before the service has written the last rows: on a busy machine four of nine reads
+        # found none. The service writes them out before it ends.
+        wandb.teardown()
+        files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda file: file.stat().st_mtime)
+        assert len(files) == len(sessions)
+        return [row for file in files for row in history(file)]
 
     return run
 
@@ -66,3 +68,24 @@ def test_v80_our_keys_stand_in_the_rows_of_the_global_step(tmp_path, offline_run
     assert any("eval/loss" in row for row in others)
     assert not [key for row in others for key in row if "speed/" in key]
     assert not [key for row in rows for key in row if key.endswith("late")]  # the guard this test is about
+
+
+def test_v79_no_point_is_lost_when_a_run_goes_back_to_an_older_checkpoint(tmp_path, offline_run, monkeypatch):
+    """wandb's own step cannot go back; ours is the global step, and every session's rows are kept."""
+    monkeypatch.setenv("WANDB_RUN_ID", "same")
+    monkeypatch.setenv("WANDB_RESUME", "allow")
+
+    def session(checkpoint=None):
+        trainer = make_trainer(
+            tmp_path, data=documents((5,) * 16), report_to="wandb", save_strategy="steps", save_steps=3
+        )
+        attach(trainer, ThroughputCallback())
+        trainer.train(resume_from_checkpoint=checkpoint)
+
+    rows = offline_run(session, lambda: session(str(tmp_path / "checkpoint-6")))
+    steps = [row["train/global_step"] for row in rows if "train/speed/total_real_tokens" in row]
+    assert steps == [1, 2, 3, 4, 5, 6, 7, 8, 7, 8]
+    totals = [
+        row["train/speed/total_real_tokens"] for row in rows if row["train/global_step"] == 8 and "train/loss" in row
+    ]
+    assert totals == [80, 80]  # the later session goes on from the checkpoint's total
