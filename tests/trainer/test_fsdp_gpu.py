@@ -1,0 +1,66 @@
+"""FSDP2 on two GPUs over NCCL, with the torch of that machine: what gloo on a CPU cannot show."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from fsdp_run import lone_head, trained
+
+HERE = Path(__file__).resolve().parent
+pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(400), pytest.mark.filterwarnings("ignore")]
+
+
+def torchrun(mode, folder, port):
+    job = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}",
+         str(HERE / "fsdp_gpu_run.py"), mode, str(folder)],
+        env={**os.environ, "OMP_NUM_THREADS": "4"}, capture_output=True, text=True, timeout=380,
+    )  # fmt: skip
+    return job.returncode, job.stdout + job.stderr
+
+
+def results(mode, folder, port):
+    code, said = torchrun(mode, folder, port)
+    assert code == 0, said[-4000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_v37_accumulation_on_two_gpus_prints_step_times_and_peaks(tmp_path, free_port):
+    said = results("accumulation", tmp_path, free_port)[0]
+    print("V37", json.dumps(said))
+    one, four, each = said["1"], said["4"], said["4 reduced each"]
+    assert 1 < four["step_s"] / one["step_s"] < 8
+    assert "kept_gradients" in four["rules"]
+    assert "kept_gradients" not in each["rules"]
+    # Whole gradients against half of them; activations and buffers are the same in both.
+    assert four["peak_bytes"] - each["peak_bytes"] > 0.3 * four["gradient_bytes"]
+
+
+def test_training_goes_on_after_evaluations_and_checkpoints(tmp_path, free_port):
+    for said in results("evaluation", tmp_path, free_port):
+        print("torch", said["torch"])
+        assert said["often"] == pytest.approx(said["plain"], abs=1e-5)
+
+
+def test_a_head_alone_in_its_group_gets_the_mean_gradient_of_all_ranks(tmp_path, free_port):
+    results("head", tmp_path, free_port)
+    _, whole = trained(tmp_path / "whole", (1,), accumulation=2, max_steps=1, model=lone_head(), fused_optimizer=False)
+    for name, gradient in torch.load(tmp_path / "head.pt").items():
+        # fp32 on a GPU against fp32 on a CPU
+        torch.testing.assert_close(gradient, whole[1][name], atol=1e-4, rtol=1e-3, msg=name)
+
+
+def test_a_rank_that_stands_still_ends_the_run_under_nccl(tmp_path, free_port):
+    code, said = torchrun("stand", tmp_path, free_port)
+    seconds = time.time() - (tmp_path / "began").stat().st_mtime
+    print(f"ended {seconds:.0f} s after rank 1 stood still (timeout 10 s)")
+    assert code != 0
+    assert seconds < 45
+    assert "for rank 1" in said, said[-4000:]
+    assert "fsdp_gpu_run.py:" in said
+    assert "so the run ends" in said
