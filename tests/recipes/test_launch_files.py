@@ -98,12 +98,14 @@ def test_slurm_starts_one_launcher_a_node_that_meet_at_the_first(run):
         assert (one["--nnodes"], one["--nproc_per_node"]) == ("2", "4")
         assert one["--master_addr"] == "gpu07"
         assert one["--master_port"] == str(20000 + 61234 % 20000)
-    assert set(map(tuple, jobs)) == {("--hybrid_sharding", "true", "--run_name", "a b")}
+    assert set(map(tuple, jobs)) == {
+        ("--resume_from_checkpoint", "auto", "--hybrid_sharding", "true", "--run_name", "a b")
+    }
 
 
 def test_slurm_on_one_node_does_not_replicate(run):
     command = run("slurm.sbatch", **{**SLURM, "SLURM_JOB_NUM_NODES": "1"})[0]
-    assert torchrun_parts(command)[1] == ["--hybrid_sharding", "false"]
+    assert torchrun_parts(command)[1][-2:] == ["--hybrid_sharding", "false"]
 
 
 def test_the_sbatch_header_asks_for_one_launcher_on_every_node():
@@ -131,7 +133,8 @@ def test_the_jobset_is_whole():
     assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
     assert any(m["mountPath"] == "/dev/shm" for m in container["volumeMounts"])
     assert pod["restartPolicy"] == "Never"  # a pod that starts again alone would wait for ranks that are gone
-    recipe.parse(REAL, settings)  # every setting of the line exists
+    _, args, _ = recipe.parse(REAL, settings)  # every setting of the line exists
+    assert args.resume_from_checkpoint == "auto"  # maxRestarts would else meet a folder that holds a run
 
 
 def test_a_launcher_that_says_nothing_of_fsdp_still_shards_inside_each_machine():
