@@ -48,8 +48,8 @@ def require_hardware(settings: Mapping[str, object], *, command: str, world_size
 
     Args:
         settings: the job's settings by their names in the YAML file. Read here: `use_cpu`, `fsdp`, `fsdp_config`,
-            `deepspeed`, `expected_parameters` (a number; without it memory is not checked), `dtype` (or
-            `torch_dtype`, also inside `model_init_kwargs`; fp32 without one), `bf16`, `fp16`, `optim`, `use_peft`,
+            `hybrid_sharding`, `deepspeed`, `expected_parameters` (a number; without it memory is not checked), `dtype`
+            (or `torch_dtype`, also inside `model_init_kwargs`; fp32 without one), `bf16`, `fp16`, `optim`, `use_peft`,
             `load_in_4bit`, `load_in_8bit`.
         command: the small job that runs anywhere, shown as the last line of the message.
         world_size: processes of the job over all hosts; None reads WORLD_SIZE, which the launcher sets.
@@ -98,7 +98,9 @@ def find_missing_hardware(
             return _no_gpu(state, command)
         if local_world_size > len(gpus):
             return _too_many_processes(gpus, local_world_size, command)
-        too_small = _too_little_memory(settings, state, gpus, world_size, command)
+        # With hybrid sharding every host holds a copy: its own GPUs are all there is to hold it.
+        holders = local_world_size if is_on(settings.get("hybrid_sharding")) else world_size
+        too_small = _too_little_memory(settings, state, gpus, holders, command)
         if too_small is not None:
             return too_small
     if is_on(settings.get("fsdp")) and world_size == 1:
@@ -145,9 +147,10 @@ def _too_little_memory(
     if state.total <= available_gib * GIB:
         return None
     count = devices_needed(state, smallest_gib)
-    advice = (
-        f"use {count} or more such GPUs" + ("" if sharded else " with fsdp: true") + ", or train adapters (use_peft)"
-    )
+    how = "" if sharded else " with fsdp: true"
+    if is_on(settings.get("hybrid_sharding")):
+        how = " on every host, or shard over all hosts (hybrid_sharding: false)"
+    advice = f"use {count} or more such GPUs{how}, or train adapters (use_peft)"
     return HardwareError(
         "The GPUs are too small for the weights, gradients and optimizer state of this model.",
         evidence=(

@@ -55,6 +55,15 @@ def test_a_job_not_for_the_cpu_needs_one(off):
     assert find({"use_cpu": off}) is not None
 
 
+def test_with_hybrid_sharding_one_host_has_to_hold_a_copy():
+    hosts = {"processes": 8, "local": 2}
+    assert find(JOB, H100, H100, **hosts) is None  # 8 x 80 GB together
+    error = find({**JOB, "hybrid_sharding": True}, H100, H100, **hosts)
+    assert "2 used: 159 GiB" in str(error)
+    assert "hybrid_sharding: false" in str(error)
+    assert find({**JOB, "hybrid_sharding": True}, *[H100] * 4, processes=8, local=4) is None
+
+
 def test_enough_gpus_pass():
     assert find(JOB, H200, H200, processes=2) is None
     assert find(JOB, *[H100] * 4, processes=4) is None
