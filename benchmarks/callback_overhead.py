@@ -122,11 +122,16 @@ def main() -> None:
     }
     steps, trainer = one_run(given, measured=True, count=True)
     totals = trainer.throughput.run_totals()
-    if "speed/count_cost_s" in totals.rates and len(steps) > COUNTED:
+    if "speed/count_cost_s" in totals.rates and len(steps) > COUNTED + 3:
         usual = statistics.median(steps[WARM_UP:-1])
         excess = sum(steps[COUNTED - 3 : COUNTED]) - 3 * usual  # the warm-up step, the counted one, and the one after
         rates |= {key: value for key, value in totals.rates.items() if key.startswith("speed/")}
         rates["count_excess_s"] = excess
+        # Whether CUPTI leaves launches slower behind: plain steps before the count against those after it.
+        plain_before, plain_after = steps[WARM_UP : COUNTED - 4], steps[COUNTED:-1]
+        rates["slower_after_count_percent"] = 100 * (
+            statistics.median(plain_after) / statistics.median(plain_before) - 1
+        )
         rates["overhead_with_counting_percent"] = rates["overhead_percent"] + 100 * excess / (EVERY * without_s)
     result = BenchResult(
         name="callback overhead",

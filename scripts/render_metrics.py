@@ -37,9 +37,9 @@ whatever the batch size, packing or number of ranks.
 
 def rendered() -> str:
     """The document as it should be."""
-    lines = ["| key | unit | formula | cost per step |", "|---|---|---|---|"]
+    lines = ["| key | unit | formula | source | cost per step |", "|---|---|---|---|---|"]
     for metric in METRICS.values():
-        lines.append(f"| `{metric.key}` | {metric.unit} | {metric.formula} | {metric.cost} |")
+        lines.append(f"| `{metric.key}` | {metric.unit} | {metric.formula} | {metric.by.source} | {metric.by.cost} |")
     return HEAD + "\n".join(lines) + "\n"
 
 

@@ -79,7 +79,7 @@ class JobLedger:
     ) -> tuple[tuple[StepRecord, ...], JobWindow]:
         """Exchange sums of this rank's steps with the other ranks' and enter them. All ranks together.
 
-        One all-gather of some 200 numbers.
+        One all-gather of some 300 numbers.
 
         Args:
             records: the steps since the last call.

@@ -79,7 +79,7 @@ def refusal(found: NonFinite, logs: Mapping[str, Any]) -> NonFiniteError:
     return NonFiniteError(
         f"{found.sentence()}, so training stops.",
         evidence=(
-            ", ".join(f"{key} {value}" for key, value in shown.items()),
+            *([", ".join(f"{key} {value}" for key, value in shown.items())] if shown else []),
             "one such step makes every weight NaN: what follows trains nothing",
         ),
         mend=f"go on from a checkpoint{before} (resume_from_checkpoint=...) with a lower learning rate or without the "

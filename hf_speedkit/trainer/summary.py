@@ -11,6 +11,7 @@ from rich.table import Table
 
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
 from hf_speedkit.core.summary import RunSummary
+from hf_speedkit.core.window_findings import step_limit
 
 _WIDTH = 110
 Row = tuple[str, str]
@@ -108,7 +109,18 @@ def _speed_rows(summary: RunSummary) -> Iterator[Row]:
     if spent:
         yield "not in step time", spent
     if "speed/mfu" in totals.rates:
-        yield "MFU", f"{totals.rates['speed/mfu']:.1f} %"
+        again = f", {totals.rates['speed/hfu']:.1f} % with recompute" if "speed/hfu" in totals.rates else ""
+        yield "MFU", f"{totals.rates['speed/mfu']:.1f} %{again}"
+    if "speed/launches" in totals.rates:
+        rates = totals.rates
+        yield (
+            "a counted step",
+            f"{rates['speed/launches']:,.0f} launches by {rates['speed/launch_calls']:,.0f} calls, device busy "
+            f"{rates['speed/device_busy_s']:.3f} s, host waiting {rates['speed/host_wait_s']:.3f} s",
+        )
+        limit = step_limit(rates)
+        if limit is not None:
+            yield "", limit.message
     if totals.nonfinite_steps:
         yield "non-finite steps", f"{totals.nonfinite_steps:,}"
 

@@ -24,7 +24,7 @@ from hf_speedkit.trainer.counted_steps import CountedSteps
 from hf_speedkit.trainer.job_ledger import JobLedger, step_records
 from hf_speedkit.trainer.mfu_inputs import FlopsInputs, missing_notices
 from hf_speedkit.trainer.micro_batches import MicroBatchCounter, counts_its_batch
-from hf_speedkit.trainer.nonfinite import Mode, checked_mode, refusal
+from hf_speedkit.trainer.nonfinite import Mode, checked_mode, find_nonfinite, refusal
 from hf_speedkit.trainer.saved_totals import load_totals, save_totals
 from hf_speedkit.trainer.window_report import WindowReport
 
@@ -37,7 +37,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
     Keys, units and formulas: `hf_speedkit.core.metrics.METRICS`. With `attach(trainer, ThroughputCallback())` they
     reach every tracker, in the same row as the loss. Batches are seen by a forward pre-hook on the model; a trainer
     that knows its counts calls `count` instead. Per step it reads the host clock and queues a few tiny operations: no
-    host read, no wait, no collective. Per logging step: one host read and one all-gather of some 200 numbers, right
+    host read, no wait, no collective. Per logging step: one host read and one all-gather of some 300 numbers, right
     after the Trainer's own read of the loss.
 
     Args:
@@ -234,10 +234,15 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Count the steps after the last log and close everything."""
         self._clock.settle()
-        records, _window = self._enter(last=True)
+        records, window = self._enter(last=True)
         self._report.end(records)
+        found = find_nonfinite(window, {}, state.global_step)
+        if found is not None:
+            self._report.warn_once(found.sentence())
         self._stop_helpers()
         self._running = False
+        if found is not None and self._nonfinite == "strict" and not args.fp16:
+            raise refusal(found, {})  # in the steps after the last log: what is saved next would be NaN
 
     def after_callbacks(
         self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl

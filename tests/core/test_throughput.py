@@ -274,7 +274,7 @@ def test_every_key_that_can_be_logged_is_documented_and_the_other_way_round():
     window, ledger = window_of([[record, record]] * 2, gpus=[usage, usage], activities=[activity] * 2)
     metrics = window_metrics(window, ledger, peak_tflops=100.0, tensor_clock_mhz=1830.0)
     assert set(metrics) == set(METRICS)
-    assert all(metric.unit and metric.formula and metric.cost for metric in METRICS.values())
+    assert all(metric.unit and metric.formula and all(metric.by) for metric in METRICS.values())
 
 
 def test_the_keys_are_stable():

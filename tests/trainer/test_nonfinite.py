@@ -53,6 +53,13 @@ def test_v30_strict_mode_ends_training_at_the_log_after_a_nan_step(tmp_path, att
         assert tracker.shown[-1]["speed/nonfinite_steps"] == 2  # the last row reached the trackers before the end
 
 
+def test_v30_a_nan_step_after_the_last_log_ends_training_too(tmp_path, caplog):
+    trainer = make_trainer(tmp_path, kind=NanAt, max_steps=3, logging_steps=2)
+    with caplog.at_level(logging.WARNING), pytest.raises(NonFiniteError, match="the first was step 3"):
+        train(trainer, ThroughputCallback(nonfinite="strict"))
+    assert caplog.text.count("the first was step 3") == 1
+
+
 def test_v30_warn_goes_on(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         trainer = make_trainer(tmp_path, kind=NanAt, max_steps=4)

@@ -119,7 +119,8 @@ def test_a_window_is_read_in_one_transfer(monkeypatch):
     for _ in range(5):
         observation = Observation()
         observation.add(*count_batch((), pad(documents((4, 2))), LabelRule()))
-        observation.nonfinite = torch.tensor(True)
+        observation.look(torch.tensor(float("nan")))
+        observation.look(torch.tensor(1.0))  # what was found stays found
         observations.append(observation)
     steps = read(observations)
     assert len(reads) == 1
