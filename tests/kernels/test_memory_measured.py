@@ -15,6 +15,7 @@ from hf_speedkit.core.memory_sizes import PURE_BF16, MemoryJob
 from hf_speedkit.kernels.memory_trace import TraceSettings, trace_memory
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "memory.md"
 # Runs of before the fused norms and SwiGLU (their start-up has no such part) held what transformers' own keep; all ran
 # on TRL's head.
 RUNS = [
@@ -52,6 +53,7 @@ def test_the_plan_is_within_ten_percent_of_the_measured_peak(file, fused, traced
     unchecked = 0 if settings["checkpointing"] else settings["layers"]
     plan = plan_memory(model, PURE_BF16, MemoryJob(gpus=run["world_size"], unchecked=unchecked, head="trl"))
     assert plan.allocated / GIB == pytest.approx(run["peak_memory_gib"], rel=SHARE)
+    assert f"| {plan.allocated / GIB:.2f} | {run['peak_memory_gib']:.2f} | `{file}` |" in DOCUMENT.read_text()
     # the allocator's reserve and the context, which "fits" leaves room for, were never more than planned for
     reserved = run.get("peak_reserved_gib") or run["reserved_memory_gib"]
     assert reserved <= run["peak_memory_gib"] * (1 + RESERVE_SHARE)
