@@ -72,9 +72,19 @@ def doctor(tmp_path):
     assert "flash-linear-attention" in done.stdout
 
 
+def plan_memory(tmp_path):
+    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+
+    assert run("hf-speedkit plan Qwen/Qwen3.8-27B --gpus 2 --gpu h200", HF_HUB_OFFLINE="1").returncode == 2
+    Qwen3_5TextConfig(num_hidden_layers=4).save_pretrained(tmp_path)
+    done = run(f"hf-speedkit plan {tmp_path} --gpus 2 --gpu h200")
+    assert done.returncode == 0, done.stderr
+    assert ", 2 x H200, pure bf16: " in done.stdout
+
+
 def plan(tmp_path):
-    done = run(COMMANDS[[c.split()[1] for c in COMMANDS].index("plan")], HF_HUB_OFFLINE="1")
-    assert done.returncode == 2
+    command = next(c for c in COMMANDS if c.startswith("hf-speedkit plan") and "ultrachat" in c)
+    assert run(command, HF_HUB_OFFLINE="1").returncode == 2
     (tmp_path / "lengths.json").write_text(json.dumps([900, 1200, 300, 2500] * 50))
     done = run(f"hf-speedkit plan --lengths {tmp_path}/lengths.json --tokens-per-batch 8192")
     assert done.returncode == 0, done.stderr
@@ -111,6 +121,7 @@ RUNS = {
     "pip install .": install,
     'pip install ".[kernels]"': install_kernels,  # needs nvcc and a GPU: that it names what it should
     "hf-speedkit doctor Qwen/Qwen3.8-27B": doctor,
+    "hf-speedkit plan Qwen/Qwen3.8-27B --gpus 2 --gpu h200": plan_memory,
     "hf-speedkit plan Qwen/Qwen3.8-27B HuggingFaceH4/ultrachat_200k --split train_sft --overlong truncate": plan,
     "hf-speedkit trace runs/mine/traces/trace_rank0_step20.json.gz": trace,
     "hf-speedkit report runs/mine --out report.html": report,
