@@ -279,7 +279,10 @@ def _counted(run: RunReport, key: str, unit: str) -> str | None:
 
 def _limits(run: RunReport) -> str | None:
     windows = sorted(run.limits.windows.items(), key=lambda pair: -pair[1])
-    named = [f"{rule.replace('_bound', '').replace('_', ' ')} ({count:,} windows)" for rule, count in windows]
+    named = [
+        f"{rule.replace('_bound', '').replace('_', ' ')} ({count:,} window{'s' if count != 1 else ''})"
+        for rule, count in windows
+    ]
     return ", ".join(named) or None
 
 

@@ -41,7 +41,7 @@ def window_findings(metrics: Mapping[str, float]) -> tuple[Finding, ...]:
     Args:
         metrics: of one window, by key.
     """
-    found = (step_limit(metrics), flop_gap(metrics))
+    found = (step_limit(metrics), flop_gap(metrics), no_targets(metrics))
     return tuple(finding for finding in found if finding is not None)
 
 
@@ -112,6 +112,19 @@ def flop_gap(metrics: Mapping[str, float]) -> Finding | None:
         ),
         advice="counter far below: FLOPs are counted that are not computed (pass flops=, or the peak is another "
         "dtype's); far above: work is done that the formula does not know (recompute, padding, another process)",
+    )
+
+
+def no_targets(metrics: Mapping[str, float]) -> Finding | None:
+    """Whether a window held no token that enters the loss: then its loss is 0 and nothing is learned (case V31)."""
+    if metrics.get("speed/target_share") != 0.0:
+        return None
+    return Finding(
+        rule="no_targets",
+        severity=Severity.PROBLEM,
+        message="Nothing was learned in this window: none of its tokens enters the loss.",
+        evidence=(f"target tokens of the run so far: {metrics.get('speed/total_target_tokens', 0):,.0f}",),
+        advice="look at the labels: truncation or a mask (completion_only_loss, assistant_only_loss) removed them all",
     )
 
 

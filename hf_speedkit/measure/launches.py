@@ -96,7 +96,7 @@ class LaunchCounter:
         try:
             self._profiler = self._make()
             self._profiler.prepare_trace()
-        except (RuntimeError, AssertionError, AttributeError, OSError) as error:
+        except (RuntimeError, ValueError, AssertionError, AttributeError, OSError) as error:
             return self._give_up(f"CUPTI cannot be used ({_first_line(error)})", for_good=True)
         self._cost = self._now() - began
         return True
@@ -131,11 +131,10 @@ class LaunchCounter:
         marks = HostMarks(start=self._start, begin=self._begin, end=end)
         try:
             profiler.stop_trace()
-            columns = _columns_of(profiler)
-        except (RuntimeError, OSError, TraceError, AttributeError) as error:
-            self._give_up(f"the profiler gave nothing ({_first_line(error)})")
+            activity = step_activity(_columns_of(profiler), marks)
+        except (RuntimeError, OSError, TraceError, AttributeError, ValueError, LookupError) as error:
+            self._give_up(f"the profiler gave nothing that can be read ({_first_line(error)})")
             return None
-        activity = step_activity(columns, marks)
         if activity is None:
             self._give_up("CUPTI recorded no device work (no permission, or another tool has it)", for_good=True)
             return None

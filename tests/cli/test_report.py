@@ -286,6 +286,18 @@ def test_ten_thousand_windows_make_a_small_page(tmp_path, out):
     assert paths(drawings(page)[0], "real")[0].count("M") == 1
 
 
+def test_the_page_says_what_limits_a_step_and_where_formula_and_counter_disagree(tmp_path, out):
+    parts = {"data_wait": 0.01, "host_only": 0.2, "overlapped": 0.2, "device_only": 0.09, "exposed_comm": 0.0}
+    counted = {"speed/launches": 25_031, "speed/host_wait_s": 0.02, "speed/ofu": 15.0}
+    lines = [logs.session(), *(logs.step(number) for number in range(1, 6))]
+    lines.append(logs.window(5, **counted, **{f"speed/part_{name}_s": value for name, value in parts.items()}))
+    page = page_of(out, logs.write(tmp_path / "counted", lines))
+    assert "host (1 window)" in page
+    assert "for 40% of the step the device waits for the host" in page
+    assert "25,031" in page
+    assert "MFU by formula is 36.0 %, by the tensor pipes&#x27; counter 15.0 %" in page
+
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = ("--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
          "--disable-component-update --disable-sync --enable-logging=stderr --virtual-time-budget=4000 "

@@ -63,3 +63,9 @@ def test_a_gap_of_ten_points_between_formula_and_counter_is_flagged(changed, fla
     if finding is not None:
         assert finding.rule == "flop_gap"
         assert "40.0 %" in finding.message
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.0, True), (0.01, False), (None, False)])
+def test_v31_a_window_without_targets_is_a_problem_and_not_a_perfect_loss(share, said):
+    findings = window_findings({} if share is None else {"speed/target_share": share})
+    assert [finding.rule for finding in findings] == (["no_targets"] if said else [])

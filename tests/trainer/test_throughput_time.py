@@ -55,11 +55,27 @@ def test_v68_a_slow_data_set_shows_as_data_wait_inside_the_step_time(tmp_path):
     assert "speed/device_wait_s" not in rates
 
 
-def test_parts_of_a_step_add_up(tmp_path):
-    trainer = make_trainer(tmp_path, data=Slow(documents(), 0.08))
+class WallClock(TrainerCallback):
+    """When steps end, by a clock that knows nothing of ours."""
+
+    def __init__(self):
+        self.ends = []
+
+    def on_step_end(self, args, state, control, **keywords):
+        self.ends.append(time.perf_counter())
+
+
+def test_parts_of_a_step_add_up_to_the_wall_time_within_three_percent(tmp_path):
+    wall = WallClock()
+    trainer = make_trainer(tmp_path, data=Slow(documents(), 0.08), logging_steps=6, callbacks=[wall])
     rates = train(trainer).run_totals().rates
-    parts = rates["speed/data_wait_s"] + rates["speed/host_time_s"]
-    assert parts == pytest.approx(rates["speed/step_time_s"], rel=0.03)
+    assert rates["speed/data_wait_s"] + rates["speed/host_time_s"] == pytest.approx(
+        rates["speed/step_time_s"], rel=0.03
+    )
+    (row,) = training_rows(trainer)
+    parts = row["speed/part_data_wait_s"] + row["speed/part_host_only_s"]
+    assert row["speed/steady_steps"] == 5  # all but the first, so from its end to the last one's
+    assert 5 * parts == pytest.approx(wall.ends[-1] - wall.ends[0], rel=0.03)
 
 
 def test_v59_the_first_step_is_excluded_and_marked(tmp_path):
