@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 import torch.multiprocessing as mp
+from filelock import FileLock
 from fsdp_run import LOOKED_AT, STEPS, Forwards, lone_head, losses, rank_main, refused, trained
 from support import tiny_hybrid, tiny_llama
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -22,14 +23,19 @@ two = pytest.mark.two_process
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("fsdp")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    began = time.monotonic()
-    mp.start_processes(rank_main, args=(port, str(path)), nprocs=2, start_method="spawn")
-    assert time.monotonic() - began < 200
+def folder(tmp_path_factory, worker_id):
+    """The runs' results; made once, also where xdist spreads this file over its workers."""
+    base = tmp_path_factory.getbasetemp()
+    path = (base if worker_id == "master" else base.parent) / "fsdp"
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            path.mkdir()
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            began = time.monotonic()
+            mp.start_processes(rank_main, args=(port, str(path)), nprocs=2, start_method="spawn")
+            assert time.monotonic() - began < 200
     return path
 
 
