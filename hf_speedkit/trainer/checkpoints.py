@@ -87,13 +87,15 @@ class SafeCheckpoints(StreamedBatches):
     # ---- saving -----------------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write below `_unfinished`; four small exchanges between the ranks, at a save only."""
+        """Write below `_unfinished`; five small exchanges between the ranks, at a save only."""
         began = time.perf_counter()
         run_dir = Path(self._get_output_dir(trial))
         folder = run_dir / UNFINISHED_NAME / f"checkpoint-{self.state.global_step}"
         agree(partial(self._begin_save, run_dir))
         with self._writing_to(folder.parent):
-            written = gather_agreed(partial(self._write_checkpoint, model, trial, folder, run_dir))
+            agree(partial(self._write_checkpoint, model, trial, folder, run_dir))
+        # Behind an exchange: the process that answers for what is nobody's own must find all of it.
+        written = gather_agreed(partial(self._checked_files, folder))
         agree(partial(self._end_save, folder, run_dir, written))
         if self._push_wanted:
             self._push_wanted = False
@@ -112,7 +114,7 @@ class SafeCheckpoints(StreamedBatches):
         """Refuse to begin a save that the disk has no room for; see `checkpoint_folder.require_space`."""
         require_space(run_dir, checkpoint_bytes(self.model, self.optimizer, adapters_only=is_adapter_model(self.model)))
 
-    def _write_checkpoint(self, model: Any, trial: Any, folder: Path, run_dir: Path) -> dict[str, CheckpointFile]:
+    def _write_checkpoint(self, model: Any, trial: Any, folder: Path, run_dir: Path) -> None:
         super()._save_checkpoint(model, trial)
         self.save_stream_state(folder)
         if self.args.should_save and is_sharded(folder):
@@ -122,6 +124,8 @@ class SafeCheckpoints(StreamedBatches):
             self.state.best_model_checkpoint = str(run_dir / folder.name)
             if self.args.should_save:
                 self.state.save_to_json(str(folder / "trainer_state.json"))
+
+    def _checked_files(self, folder: Path) -> dict[str, CheckpointFile]:
         return checked_files(folder, files_of(folder, rank=self.args.process_index, saver=self.args.should_save))
 
     def _end_save(self, folder: Path, run_dir: Path, written: list[dict[str, CheckpointFile]]) -> None:

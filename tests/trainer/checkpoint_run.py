@@ -14,16 +14,29 @@ LENGTHS = [9, 4, 17, 2, 30, 8, 8, 21, 5, 13, 3, 28, 11, 6, 19, 2]
 STEPS = 20
 
 
-def build(path, *, model=None, dataset=None, eval_dataset=None, sharded=False, callbacks=(), kind=None, **changes):
+def build(
+    path,
+    *,
+    model=None,
+    dataset=None,
+    eval_dataset=None,
+    peft_config=None,
+    sharded=False,
+    callbacks=(),
+    kind=None,
+    **changes,
+):
     from two_process_run import shard_on_cpu
 
     from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
+
+    layer = "LlamaDecoderLayer" if model is not None and model.config.model_type == "llama" else "Qwen3_5DecoderLayer"
 
     class Trainer(kind or SpeedSFTTrainer):
         def create_accelerator_and_postprocess(self):
             super().create_accelerator_and_postprocess()
             if sharded:
-                shard_on_cpu(self, "SHARDED_STATE_DICT")
+                shard_on_cpu(self, "SHARDED_STATE_DICT", transformer_cls_names_to_wrap=[layer])
 
     values = {
         "output_dir": str(path), "use_cpu": True, "bf16": False, "tokens_per_batch": 32, "disable_tqdm": True,
@@ -38,6 +51,7 @@ def build(path, *, model=None, dataset=None, eval_dataset=None, sharded=False, c
         eval_dataset=eval_dataset,
         processing_class=tiny_tokenizer(),
         callbacks=list(callbacks),
+        peft_config=peft_config,
     )
 
 
@@ -102,6 +116,19 @@ def told_to_stop(rank, path):
         yield "failed", ""
     except Exception as error:
         yield "failed", f"{type(error).__name__}: {error}"
+
+
+def adapters(rank, path):
+    """A run, the same one resumed at 2, and its adapters; for test_checkpoint_adapters.py."""
+    from test_checkpoint_adapters import adapted
+
+    whole = adapted(path / "run", sharded=True)
+    whole.train()
+    yield "losses", losses(whole)
+    resumed = adapted(path / "run", sharded=True, allow_existing_output=True)
+    resumed.train(resume_from_checkpoint=str(path / "run" / "checkpoint-2"))
+    yield "resumed", losses(resumed)
+    resumed.save_model(str(path / "run" / "final"))
 
 
 def rank_main(rank, port, path, scenario):

@@ -6,13 +6,14 @@ import os
 import shutil
 import signal
 from collections import namedtuple
+from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_run import SignalAt, build, losses
 from support import tiny_hybrid, tiny_llama, tokenized
 from test_sft import Recorder
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from hf_speedkit import SpeedSFTTrainer
 from hf_speedkit.core.errors import CheckpointError, ConfigurationError, PackingError
@@ -180,6 +181,20 @@ def test_a_limit_of_one_and_the_best_model_keep_their_names(tmp_path):
     state = json.loads((tmp_path / f"checkpoint-{best}" / "trainer_state.json").read_text())
     assert state["best_model_checkpoint"] == trainer.state.best_model_checkpoint
     assert names(tmp_path) == [f"checkpoint-{best}"]
+
+
+def test_what_goes_to_the_hub_is_the_whole_checkpoint_under_its_name(tmp_path, monkeypatch):
+    pushed = []
+
+    def push(self, folder):
+        pushed.append((Path(folder).name, (Path(folder) / MANIFEST_NAME).exists()))
+
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", push)
+    trainer = small(tmp_path, max_steps=2)
+    trainer.args.push_to_hub = True  # set afterwards: the constructor would make a repository
+    monkeypatch.setattr(trainer, "_finish_current_push", lambda: None)
+    trainer.train()
+    assert pushed == [("checkpoint-2", True)]
 
 
 def test_a_disk_without_room_is_refused_before_the_first_step(tmp_path, monkeypatch):
