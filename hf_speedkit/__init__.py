@@ -71,7 +71,16 @@ def __getattr__(name: str) -> object:
         home = _HOMES[name]
     except KeyError:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-    value = getattr(import_module(home), name)
+    try:
+        value = getattr(import_module(home), name)
+    except ImportError as error:
+        from hf_speedkit.trainer.installed_versions import untested_versions
+
+        # A version that lacks a name this package needs: the traceback ends with the range that has it.
+        note = untested_versions()
+        if note is not None:
+            error.add_note(note)
+        raise
     globals()[name] = value
     return value
 

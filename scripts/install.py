@@ -47,9 +47,10 @@ class Installer:
         torch_index: index to take torch from whatever the machine; None chooses.
         base_python: interpreter that makes the environment; None chooses.
         run: runs a command and gives the finished process, output captured as text.
+        package: a wheel to install instead of this checkout.
     """
 
-    def __init__(self, *, venv, extras, constraints, system, has_gpu, torch_index, run, base_python=None):
+    def __init__(self, *, venv, extras, constraints, system, has_gpu, torch_index, run, base_python=None, package=None):
         self.venv = Path(venv)
         self.extras = tuple(sorted(filter(None, (extra.strip() for extra in extras.split(",")))))
         self.constraints = Path(constraints)
@@ -58,6 +59,7 @@ class Installer:
         self.torch_index = torch_index
         self.base_python = base_python
         self.run = run
+        self.package = package
         folder, name = ("Scripts", "python.exe") if system == "Windows" else ("bin", "python")
         self.python = self.venv / folder / name
         self.python_version = None  # of the environment, once known
@@ -204,7 +206,7 @@ class Installer:
     def _install_packages(self):
         extras = f"[{','.join(self.extras)}]" if self.extras else ""
         say("packages", f"installing hf-speedkit{extras} with the versions in {self.constraints} (a minute or two)")
-        done = self._pip("install", "--quiet", "-c", self.constraints, "-e", f"{ROOT}{extras}")
+        done = self._pip("install", "--quiet", "-c", self.constraints, *self._source(extras))
         self._check(
             done,
             f"hf-speedkit{extras} could not be installed",
@@ -213,6 +215,9 @@ class Installer:
         unknown = re.search(r"does not provide the extra '?([\w-]+)", done.stderr)  # to pip only a warning
         if unknown:
             raise InstallError(f"hf-speedkit has no extra {unknown.group(1)!r}; pyproject.toml lists them.")
+
+    def _source(self, extras):
+        return ["-e", f"{ROOT}{extras}"] if self.package is None else [f"{self.package}{extras}"]
 
     def _fingerprint(self):
         """Changes when anything does that the result depends on."""

@@ -121,6 +121,7 @@ def diagnose_model(
     from hf_speedkit.kernels.fla_convolution import through_fla
     from hf_speedkit.kernels.inspection import check_kernels
     from hf_speedkit.kernels.requirements import family_of
+    from hf_speedkit.trainer.installed_versions import untested_versions
 
     checks = check_kernels(config, tokens_per_batch=slots, stack=stack)
     changed: tuple[str, ...] = ()
@@ -148,6 +149,7 @@ def diagnose_model(
     checks = through_fla(checks)
     missing_cuda = _lacks_cuda(stack)
     commands, remarks = _advice(checks, stack, missing_cuda)
+    untested = untested_versions()
     return Diagnosis(
         model=name,
         family=family_of(config.get_text_config()),
@@ -155,7 +157,7 @@ def diagnose_model(
         checks=checks,
         changed=changed,
         commands=commands,
-        remarks=remarks,
+        remarks=remarks if untested is None else (*remarks, f"{untested}."),
         torch_without_cuda=missing_cuda,
         probe_s=probe_s,
         caches=caches,

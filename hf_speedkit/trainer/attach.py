@@ -9,6 +9,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.trainer.installed_versions import warn_of_untested_versions
 
 
 @runtime_checkable
@@ -66,7 +67,8 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> None:
 
     `Trainer(callbacks=...)` and `add_callback` put a callback behind the trackers, so what it adds to a log reaches the
     console and nothing else. This puts it in front of them, behind the callback that decides when to log and save. A
-    callback the trainer already has is moved. Several keep their order, also over several calls.
+    callback the trainer already has is moved. Several keep their order, also over several calls. Where the installed
+    stack is outside the tested range, rank 0 logs a warning that names it.
 
     Args:
         trainer: a transformers Trainer or any subclass, before `train()`.
@@ -82,6 +84,8 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> None:
                 f"attach() takes callback instances, not {name}", mend=f"attach(trainer, {name}(...))"
             )
     listed: list[TrainerCallback] = trainer.callback_handler.callbacks
+    if trainer.is_world_process_zero() and not any(isinstance(other, LoopMarker) for other in listed):
+        warn_of_untested_versions()
     for callback in callbacks:
         _take_out(listed, callback)
         listed.insert(_first_reporter(listed), callback)

@@ -208,7 +208,7 @@ def test_how_a_job_is_spread_out_is_read_from_its_settings(tmp_path, monkeypatch
         ({}, Lora(target_modules=".*_proj"), "not modelled"),
         ({}, object(), "not modelled"),
     ],
-    ids=str,
+    ids=["unpacked", "cpu_offload", "target_pattern", "unknown_adapter"],
 )
 def test_what_cannot_be_planned_says_why(tmp_path, model, changes, peft_config, words):
     args = settings(tmp_path, **changes)
