@@ -8,7 +8,7 @@ from typing import Any
 from hf_speedkit.core.memory import GIB
 from hf_speedkit.core.memory_choice import GPU_MEMORY_GIB, Fit, MemoryChoice, choose, context_gib
 from hf_speedkit.core.memory_sizes import SETTINGS, MemoryJob
-from hf_speedkit.core.memory_words import checkpointing_line, choice_line, margin_line, parts_line
+from hf_speedkit.core.memory_words import checkpointing_line, choice_line, gathering_line, margin_line, parts_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,8 @@ def memory_result(config: Any, *, tokens: int, gpus: int, gpu: PlannedGpu, accum
     except UntraceableError as error:
         return result | {"settings": [], "notes": [], "fits": None, "error": str(error)}
     shown = next((choice for choice in choices if choice.fit is not Fit.TOO_BIG), choices[0])
-    notes = [f"{shown.plan.setting.name}: {parts_line(shown.plan)}", checkpointing_line(shown), margin_line(gpus)]
+    notes = [f"{shown.plan.setting.name}: {parts_line(shown.plan)}", checkpointing_line(shown), gathering_line(shown)]
+    notes.append(margin_line(gpus))
     if gpu.memory_gib is None:
         notes[-1] = "whether it fits: say which GPU, --gpu h200 or --gpu-memory 80"
     return result | {
@@ -93,5 +94,6 @@ def _as_dict(choice: MemoryChoice, parameters: int, gpu: PlannedGpu) -> dict[str
         "checkpointing": choice.checkpointing,
         "unchecked_layers": choice.unchecked,
         "every_n_layers": choice.every_n_layers,
+        "stays_gathered": choice.gathered,
         "layers": plan.layers,
     }

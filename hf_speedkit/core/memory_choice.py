@@ -66,6 +66,8 @@ class MemoryChoice:
         unchecked: how many layers, the last ones, could keep their activations on these GPUs; None where unknown.
         every_n_layers: the smallest such setting of transformers that fits: 1 is full checkpointing; None where
             unknown or nothing fits.
+        gathered: FSDP could keep every layer's weights gathered from forward to backward
+            (`reshard_after_forward: false`), which saves gathering them a second time; None where unknown or unsharded.
     """
 
     plan: MemoryPlan
@@ -74,6 +76,7 @@ class MemoryChoice:
     smallest: int | None = None
     unchecked: int | None = None
     every_n_layers: int | None = None
+    gathered: bool | None = None
 
     @property
     def checkpointing(self) -> str | None:
@@ -121,6 +124,7 @@ def choose(sizes: Sizes, setting: MemorySetting, job: MemoryJob, memory_gib: flo
         smallest=job.gpus,
         unchecked=most_unchecked(model, setting, job, memory_gib),
         every_n_layers=_every_n_layers(model, setting, job, memory_gib),
+        gathered=_stays_gathered(model, setting, job, memory_gib),
     )
 
 
@@ -153,6 +157,12 @@ def most_unchecked(model: ModelMemory, setting: MemorySetting, job: MemoryJob, m
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
+
+
+def _stays_gathered(model: ModelMemory, setting: MemorySetting, job: MemoryJob, memory_gib: float) -> bool | None:
+    if not (job.fsdp and job.gpus > 1 and setting.sharded):
+        return None
+    return fit_of(plan_memory(model, setting, replace(job, reshard=False)), memory_gib) is Fit.FITS
 
 
 def _every_n_layers(model: ModelMemory, setting: MemorySetting, job: MemoryJob, memory_gib: float) -> int:

@@ -55,6 +55,13 @@ def checkpointing_line(choice: MemoryChoice) -> str | None:
     return line + ")"
 
 
+def gathering_line(choice: MemoryChoice) -> str | None:
+    """Whether FSDP can gather weights once a step; None where it is off, shares nothing out, or is told so already."""
+    if not choice.gathered or not choice.plan.job.reshard:
+        return None
+    return "reshard_after_forward: false would fit beside it as planned: weights gathered once a step, not twice"
+
+
 def margin_line(gpus: int) -> str:
     """What "fits" leaves room for."""
     return (

@@ -18,7 +18,7 @@ from hf_speedkit.core.memory_sizes import (
     MemoryJob,
     MemorySetting,
 )
-from hf_speedkit.core.memory_words import choice_line, gib, gpus_in_words, parts_line, size_in_words
+from hf_speedkit.core.memory_words import choice_line, gathering_line, gib, gpus_in_words, parts_line, size_in_words
 from hf_speedkit.trainer.agreement import agree
 from hf_speedkit.trainer.memory_settings import PlannedJob, planned_job
 
@@ -110,7 +110,7 @@ def judge(planned: PlannedJob, *, name: str, memory_gib: float, strict: bool) ->
         line = choice_line(choice, parameters, name)
         if choice.fit is not Fit.TOO_BIG:
             log = logger.warning if choice.fit is Fit.TIGHT else logger.info
-            log("memory plan: %s; %s", line, parts_line(choice.plan))
+            log("memory plan: %s; %s", line, "; ".join(filter(None, (parts_line(choice.plan), gathering_line(choice)))))
             return choice
         error = _too_big(planned, choice, parameters, name, memory_gib)
     except UntraceableError as reason:

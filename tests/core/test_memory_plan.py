@@ -29,7 +29,14 @@ from hf_speedkit.core.memory_sizes import (
     MemoryJob,
     ModelMemory,
 )
-from hf_speedkit.core.memory_words import checkpointing_line, choice_line, gib, margin_line, size_in_words
+from hf_speedkit.core.memory_words import (
+    checkpointing_line,
+    choice_line,
+    gathering_line,
+    gib,
+    margin_line,
+    size_in_words,
+)
 
 M = 10**9
 LAYER = LayerMemory(kind="full_attention", parameters=M, trained=M, saved=40 * M, work=60 * M)
@@ -233,6 +240,27 @@ def test_every_other_layer_is_offered_where_it_fits():
     spread = MemoryJob(gpus=8, every_n_layers=step)
     assert fit_of(plan_memory(model, PURE_BF16, spread), 160.0) is Fit.FITS
     assert [spread.checkpointed(i, 32) for i in range(3)] == [True, False, step == 2]
+
+
+@pytest.mark.parametrize(
+    ("job", "memory_gib", "gathered"),
+    [
+        (MemoryJob(gpus=8), 140.0, True),
+        (MemoryJob(gpus=8), 27.0, False),
+        (MemoryJob(gpus=1), 140.0, None),
+        (MemoryJob(gpus=8, fsdp=False), 140.0, None),
+    ],
+    ids=["room", "no room", "one GPU", "DDP"],
+)
+def test_weights_stay_gathered_where_the_memory_allows(job, memory_gib, gathered):
+    choice = choose(sizes(SMALL), PURE_BF16, job, memory_gib)
+    assert choice.fit is Fit.FITS
+    assert choice.gathered is gathered
+    assert (gathering_line(choice) is not None) is (gathered is True)
+    if gathered:
+        told = choose(sizes(SMALL), PURE_BF16, replace(job, reshard=False), memory_gib)
+        assert told.fit is Fit.FITS
+        assert gathering_line(told) is None
 
 
 @pytest.mark.parametrize(
