@@ -19,7 +19,13 @@ from hf_speedkit.kernels.imports import ImportOutcome, import_outcomes, installe
 from hf_speedkit.kernels.known import with_known_combinations, without_what_ends_the_process
 from hf_speedkit.kernels.layout import BoundTo, LiveFunction, LiveLayer, live_layers
 from hf_speedkit.kernels.liger import liger_check
-from hf_speedkit.kernels.model_checks import attention_checks, experts_checks, judge_attention, model_config
+from hf_speedkit.kernels.model_checks import (
+    asked_attention_checks,
+    attention_checks,
+    experts_checks,
+    judge_attention,
+    model_config,
+)
 from hf_speedkit.kernels.refusal import refusal, warnings_in
 from hf_speedkit.kernels.requirements import FAMILIES, FUNCTIONS, family_of, training_requirements
 from hf_speedkit.kernels.stack import read_stack
@@ -43,6 +49,7 @@ def check_kernels(
     dtype: torch.dtype | None = None,
     stack: Stack | None = None,
     liger: bool = False,
+    asked_attention: str | None = None,
 ) -> tuple[KernelCheck, ...]:
     """Say for every optimised function that training calls what it is bound to, and on how many layers.
 
@@ -58,6 +65,7 @@ def check_kernels(
         dtype: what the activations will have; the parameters' own if None. Used by the probe.
         stack: device and versions; read from this machine if None.
         liger: Liger was asked for (`use_liger_kernel`): also check that it patched something in a live model.
+        asked_attention: the `attn_implementation` that was asked for: also check that a live model got it.
 
     Returns:
         One check per function, layer class and binding. Empty only for a config whose family needs nothing.
@@ -69,7 +77,13 @@ def check_kernels(
 
     if isinstance(model_or_config, nn.Module):
         return _live_checks(
-            model_or_config, probe=probe, slots=tokens_per_batch, dtype=dtype, stack=stack or read_stack(), liger=liger
+            model_or_config,
+            probe=probe,
+            slots=tokens_per_batch,
+            dtype=dtype,
+            stack=stack or read_stack(),
+            liger=liger,
+            asked=asked_attention,
         )
     if not hasattr(model_or_config, "get_text_config"):
         raise ConfigurationError(
@@ -154,11 +168,19 @@ class _Imports:
 
 
 def _live_checks(
-    model: Any, *, probe: bool, slots: int | None, dtype: torch.dtype | None, stack: Stack, liger: bool
+    model: Any,
+    *,
+    probe: bool,
+    slots: int | None,
+    dtype: torch.dtype | None,
+    stack: Stack,
+    liger: bool,
+    asked: str | None,
 ) -> tuple[KernelCheck, ...]:
     checks = with_known_combinations(_check_model(model, slots), stack)
     if liger:
         checks = (*checks, liger_check(model))
+    checks = (*checks, *asked_attention_checks(model, asked, stack))
     if not probe:
         return checks
     from hf_speedkit.kernels.probe import probe_model

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
-from hf_speedkit.kernels.hub import is_hub_name
+from hf_speedkit.kernels.compatibility import Stack
+from hf_speedkit.kernels.hub import is_hub_name, judge_hub_kernel
 from hf_speedkit.kernels.imports import installed_version, is_installed
 from hf_speedkit.kernels.layout import effective_forward, names_used
 from hf_speedkit.kernels.verdicts import Judgement
@@ -50,6 +51,25 @@ def attention_checks(model: nn.Module, tokens_per_batch: int | None) -> Iterator
     for (layer, implementation), count in sorted(found.items()):
         judgement = judge_attention(implementation, text_config, tokens_per_batch, live=True)
         yield _check("attention", layer, count, totals[layer], judgement)
+
+
+def asked_attention_checks(model: nn.Module, asked: str | None, stack: Stack) -> Iterator[KernelCheck]:
+    """A check where a Hub kernel was asked for and another attention was loaded in its place (V46).
+
+    Args:
+        model: the live model.
+        asked: the implementation that was asked for; None where nobody knows.
+        stack: this machine.
+    """
+    config = model_config(model)
+    if asked is None or config is None or not is_hub_name(asked):
+        return
+    loaded = str(config.get_text_config()._attn_implementation)
+    # Ours takes the place of sdpa for packed rows, by choice; a revision is no part of the repository.
+    if _is_ours(loaded) or loaded.partition("@")[0] == asked.partition("@")[0]:
+        return
+    layers = sum(_dispatches_attention(module) for module in model.modules())
+    yield _check("attention", "attention layers", layers, layers, judge_hub_kernel(asked, stack, loaded=loaded))
 
 
 def experts_checks(model: nn.Module) -> Iterator[KernelCheck]:

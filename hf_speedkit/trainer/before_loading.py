@@ -40,7 +40,8 @@ def require_before_loading(model_args: Any, args: SpeedSFTConfig) -> None:
         HardwareError: see `require_memory`.
     """
     name, revision = model_args.model_name_or_path, model_args.model_revision
-    require_kernels(name, args, revision=revision, attn_implementation=model_args.attn_implementation)
+    attention, dtype = model_args.attn_implementation, model_args.dtype
+    require_kernels(name, args, revision=revision, attn_implementation=attention, dtype=dtype)
     require_memory_of(model_args, args)
 
 
@@ -50,6 +51,7 @@ def require_kernels(
     *,
     revision: str | None = None,
     attn_implementation: str | None = None,
+    dtype: object = None,
 ) -> None:
     """Refuse a job whose kernels are missing, known to fail or found wrong, before it loads weights or tokenizes data.
 
@@ -62,22 +64,29 @@ def require_kernels(
         model: hub id or path, or the model.
         args: the job's settings. Read here: `kernel_assertion`, `packing` and the rows, what may be put in place,
             `model_init_kwargs`.
-        revision, attn_implementation: as for from_pretrained; those in `args.model_init_kwargs` if None.
+        revision, attn_implementation, dtype: as for from_pretrained; those in `args.model_init_kwargs` if None.
 
     Raises:
         KernelAssertionError: mode "strict", and a function would be slow or wrong. On all ranks.
         PackingError: a family whose packed rows leak.
     """
-    loading: dict[str, Any] = dict(args.model_init_kwargs or {}) if isinstance(args.model_init_kwargs, dict) else {}
+    loading = loading_settings(args)
+    dtype = str(dtype or loading.get("dtype") or "auto").removeprefix("torch.")
     options = {
         "revision": revision or loading.get("revision"),
         "attn_implementation": attn_implementation or loading.get("attn_implementation"),
         "trust_remote_code": loading.get("trust_remote_code", False),  # None would ask on the terminal, on every rank
     }
-    agree(lambda: _require(model, args, {name: value for name, value in options.items() if value is not None}))
+    options = {name: value for name, value in options.items() if value is not None}
+    agree(lambda: _require(model, args, options, dtype))
 
 
-def _require(model: str | PreTrainedModel, args: SpeedSFTConfig, options: dict[str, Any]) -> None:
+def loading_settings(args: SpeedSFTConfig) -> dict[str, Any]:
+    """What TRL hands to from_pretrained; empty where it is given as text that TRL has not read yet."""
+    return dict(args.model_init_kwargs) if isinstance(args.model_init_kwargs, dict) else {}
+
+
+def _require(model: str | PreTrainedModel, args: SpeedSFTConfig, options: dict[str, Any], dtype: str) -> None:
     if args.local_process_index != 0:
         return
     subject = _config(model, options) if isinstance(model, str) else model
@@ -94,7 +103,7 @@ def _require(model: str | PreTrainedModel, args: SpeedSFTConfig, options: dict[s
     checks = [check for check in check_kernels(subject, tokens_per_batch=slots) if not _may_be_replaced(check, args)]
     _refuse(checks, config)
     if isinstance(model, str) and slots is not None and args.device.type == "cuda" and checks:
-        _refuse(_run(config, args, slots), config)
+        _refuse(_run(config, args, slots, dtype), config)
 
 
 def _refuse(checks: Sequence[KernelCheck], config: Any) -> None:
@@ -104,13 +113,15 @@ def _refuse(checks: Sequence[KernelCheck], config: Any) -> None:
     assert_kernels(config, checks=through_fla(checks), say=lambda _: None)  # warnings come with the prepared model
 
 
-def _run(config: Any, args: SpeedSFTConfig, slots: int) -> tuple[KernelCheck, ...]:
+def _run(config: Any, args: SpeedSFTConfig, slots: int, weights: str) -> tuple[KernelCheck, ...]:
     import torch
 
     from hf_speedkit.kernels.skeleton import probe_config
     from hf_speedkit.trainer.kernel_callback import activation_dtype
 
-    dtype = activation_dtype(args) or torch.bfloat16
+    if weights == "auto":  # the checkpoint's own, which its config may name
+        weights = str(config.get_text_config().dtype or "bfloat16").removeprefix("torch.")
+    dtype: Any = activation_dtype(args) or getattr(torch, weights, torch.bfloat16)
     try:
         checks, _ = probe_config(config, device=args.device, dtype=dtype, tokens_per_batch=slots)
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:

@@ -17,6 +17,7 @@ from hf_speedkit.kernels.inspection import assert_kernels, check_kernels
 from hf_speedkit.packing.boundaries import check_packed_batch
 from hf_speedkit.packing.isolation import assert_isolation
 from hf_speedkit.trainer.agreement import agree, say_once
+from hf_speedkit.trainer.before_loading import loading_settings
 from hf_speedkit.trainer.communication import corrected_gathers
 from hf_speedkit.trainer.first_step import FirstStep
 from hf_speedkit.trainer.kernel_callback import activation_dtype
@@ -147,6 +148,7 @@ class StartupProof(FirstStep):
             tokens_per_batch=slots,
             dtype=activation_dtype(trainer.args),
             liger=trainer.args.use_liger_kernel,
+            asked_attention=loading_settings(trainer.args).get("attn_implementation"),
         )
         return assert_kernels(trainer.model, mode=mode, checks=through_fla(checks), say=say)
 

@@ -45,6 +45,23 @@ def test_v46_another_attention_than_the_one_asked_for_is_a_fallback_that_names_b
     assert judge_hub_kernel(NAME, STACK, loaded=NAME).verdict is KernelVerdict.FUSED
 
 
+@pytest.mark.parametrize(
+    ("asked", "verdicts"),
+    [
+        (NAME, {KernelVerdict.FUSED, KernelVerdict.FALLBACK}),
+        ("sdpa", {KernelVerdict.FUSED}),
+        (None, {KernelVerdict.FUSED}),
+    ],
+)
+def test_v46_a_live_model_with_another_attention_than_the_one_asked_for_is_found(asked, verdicts):
+    checks = check_kernels(tiny_model("llama"), asked_attention=asked)
+    assert {check.verdict for check in checks} == verdicts
+    for check in checks:
+        if check.verdict is KernelVerdict.FALLBACK:
+            assert check.reason == f"{NAME} was asked for and sdpa was loaded"
+            assert check.layers == checks[0].layers
+
+
 def test_v46_a_config_that_names_a_hub_kernel_is_refused_before_the_model_is_built():
     """This machine has no `kernels` package that transformers accepts."""
     config = AutoConfig.for_model("llama", attn_implementation=NAME)
