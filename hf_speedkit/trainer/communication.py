@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from hf_speedkit.core.errors import ConfigurationError
+
 logger = logging.getLogger(__name__)
 
 
@@ -32,7 +34,15 @@ def corrected_gathers(model: Any, *, prefetch_layers: int | None = None) -> Iter
 
     Yields:
         One line per thing that was changed.
+
+    Raises:
+        ConfigurationError: fewer than one layer ahead.
     """
+    if prefetch_layers is not None and prefetch_layers < 1:
+        raise ConfigurationError(
+            f"fsdp_prefetch_layers={prefetch_layers} is no number of layers", mend="leave it out: torch gathers 1 ahead"
+        )
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper is no FSDP2 unit itself
     with ExitStack() as stack:
         lines = []
         if is_sharded(model):

@@ -25,7 +25,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_speedkit.core.errors import SpeedkitError
+from hf_speedkit.core.errors import ConfigurationError, SpeedkitError
 from hf_speedkit.core.ranks import SAVING, STARTING, Beat, Missing, missing_ranks
 
 logger = logging.getLogger(__name__)
@@ -47,10 +47,17 @@ class RankWatch(TrainerCallback):  # type: ignore[misc]
             after two minutes, or half of `timeout_s` if that is less. A checkpoint being written and the first step
             (kernels compile) are named but not ended.
 
+    Raises:
+        ConfigurationError: a negative time.
+
     As a callback it takes note of what training does; `running` starts and stops the thread.
     """
 
     def __init__(self, timeout_s: float) -> None:
+        if not timeout_s >= 0:
+            raise ConfigurationError(
+                f"stuck_rank_timeout_s={timeout_s} is no time", mend="set seconds, more than a step takes; 0 is never"
+            )
         self._timeout_s = timeout_s
         self._named_after_s = min(_NAMED_AFTER_S, timeout_s / 2)
         self._poll_s = min(_LONGEST_POLL_S, timeout_s / 10) if timeout_s else _LONGEST_POLL_S

@@ -16,6 +16,7 @@ from support import tiny_hybrid, tiny_llama
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.trainer.communication import corrected_gathers
 from hf_speedkit.trainer.preflight import check_wrap_class
 from hf_speedkit.trainer.prepared import loaded_weights, peak_host_growth
 
@@ -178,6 +179,18 @@ def test_a_wrap_class_that_the_model_lacks_is_refused_with_the_right_one():
     check_wrap_class(tiny_hybrid(), plugin("Qwen3_5DecoderLayer"))
     check_wrap_class(tiny_llama(), plugin())
     check_wrap_class(tiny_llama(), None)
+
+
+def test_fewer_than_one_layer_ahead_is_refused():
+    with pytest.raises(ConfigurationError, match="fsdp_prefetch_layers=0"), corrected_gathers(None, prefetch_layers=0):
+        pass
+
+
+def test_a_model_that_is_not_sharded_is_left_as_it_is():
+    model = tiny_llama()
+    with corrected_gathers(model) as changed:
+        assert changed == ()
+    assert not model._forward_hooks
 
 
 def test_v41_the_host_memory_a_process_once_held_is_read(tmp_path):

@@ -1,13 +1,19 @@
 """Two sharded gloo processes under torchrun: a rank that fails ends both, and a rank that stands still is named."""
 
+import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from transformers import TrainerControl, TrainerState
 
+from hf_speedkit.core.errors import ConfigurationError, SpeedkitError
+from hf_speedkit.core.ranks import SAVING
 from hf_speedkit.trainer.rank_watch import RankWatch, describe_frame
 
 HERE = Path(__file__).resolve().parent
@@ -54,9 +60,111 @@ def test_a_single_process_is_not_watched():
         assert watch._store is None
 
 
-def test_a_thread_is_described_by_its_innermost_line_and_the_users():
-    import threading
+@pytest.fixture
+def watch_of():
+    """Watches of three ranks that share a store in memory, at step 5, without their threads."""
+    store = dist.HashStore()
 
+    def make(rank):
+        watch = RankWatch(600)
+        watch._store, watch._rank, watch._ranks, watch._main = store, rank, 3, threading.get_ident()
+        watch.on_step_begin(None, state_at(4), TrainerControl())
+        watch.on_step_end(None, state_at(5), TrainerControl())
+        return watch
+
+    return make
+
+
+def stands_for(watch, seconds):
+    watch._since = time.monotonic() - seconds
+    watch._say()
+
+
+def test_one_rank_speaks_and_ends_only_after_the_timeout(watch_of, caplog, capsys):
+    watches = [watch_of(rank) for rank in range(3)]
+    for watch in (watches[1], watches[2]):
+        watch.on_step_begin(None, state_at(5), TrainerControl())
+    for watch in watches:
+        stands_for(watch, 130)
+    for watch in watches:
+        watch._look()
+        watch._look()
+    assert caplog.text.count("2 of 3 ranks have waited 130 s for rank 0") == 1, "rank 1, and once"
+    assert "loading the next batches after step 5" in caplog.text
+    assert not watches[0]._store.check(["failed"])
+    for watch in watches:
+        stands_for(watch, 601)
+    for watch in watches:
+        watch._look()
+    assert json.loads(watches[0]._store.get("failed"))["rank"] == 1
+    assert capsys.readouterr().err.count("2 of 3 ranks have waited 601 s for rank 0, so the run ends") == 1
+
+
+def test_a_rank_that_writes_a_checkpoint_does_not_end_the_run(watch_of):
+    watches = [watch_of(rank) for rank in range(3)]
+    watches[0]._control.should_save = True
+    for watch in watches:
+        stands_for(watch, 5000)
+    for watch in watches:
+        watch._look()
+    assert not watches[0]._store.check(["failed"])
+
+
+def test_a_process_that_says_nothing_any_more_and_one_that_never_began_are_named(watch_of, caplog, monkeypatch):
+    watch, stopped = watch_of(0), watch_of(2)
+    for each in (watch, stopped):
+        each.on_step_begin(None, state_at(5), TrainerControl())
+        stands_for(each, 130)
+    watch._look()
+    assert "for rank 1" in caplog.text
+    assert "rank 1 on an unknown host: not yet in training" in caplog.text
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 60)
+    watch._say()
+    watch._look()
+    assert "for rank 2, not heard of any more" in caplog.text
+
+
+def test_the_first_failure_is_the_one_that_all_are_told_of(watch_of, monkeypatch):
+    monkeypatch.setattr("atexit.register", lambda *_, **__: None)  # this process is not to end soon
+    first, second, third = (watch_of(rank) for rank in range(3))
+    first._failed(ValueError("boom"))
+    second._failed(ValueError("its own"))  # a real error of its own stays what it is
+    with pytest.raises(SpeedkitError, match="rank 0 failed after step 5: ValueError: boom"):
+        third._failed(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
+
+
+def test_a_time_that_is_none_is_refused():
+    with pytest.raises(ConfigurationError, match="stuck_rank_timeout_s=-1"):
+        RankWatch(-1)
+
+
+def state_at(step):
+    return TrainerState(global_step=step)
+
+
+def test_what_callbacks_ask_for_at_the_end_of_a_step_is_what_a_rank_is_doing():
+    watch, control = RankWatch(600), TrainerControl()
+    assert watch._part() == "start-up checks"
+    watch.on_step_begin(None, state_at(4), control)
+    assert watch._part() == "forward and backward"
+    watch.on_step_end(None, state_at(5), control)
+    assert watch._part() == "loading the next batches"
+    control.should_save = True  # by a callback that comes later, as after a stop signal
+    assert watch._part() == SAVING
+    control.should_evaluate = True
+    assert watch._part() == "evaluating"
+    watch.on_prediction_step(None, state_at(5), control)
+    assert watch._part() == "evaluating"
+    control.should_evaluate = False
+    watch.on_evaluate(None, state_at(5), control)
+    assert watch._part() == SAVING
+    control.should_save = False
+    watch.on_save(None, state_at(5), control)
+    assert watch._part() == "loading the next batches"
+
+
+def test_a_thread_is_described_by_its_innermost_line_and_the_users():
     began, end = threading.Event(), threading.Event()
 
     def wait_here():
