@@ -1,8 +1,8 @@
 """What measuring costs: the same training run with and without all callbacks, in turns, in one process.
 
-    python benchmarks/callback_overhead.py --out result.json [--workload 27b-8] [--runs 6] [--steps 26] [--commit HASH]
+    python benchmarks/callback_overhead.py --out result.json [--workload 27b-8] [--runs 4] [--steps 26] [--commit HASH]
 
-Runs go A B B A A B: A with every callback that SpeedSFTTrainer brings (metrics, GPU sampler, step log), B with
+Runs go A B B A: A with every callback that SpeedSFTTrainer brings (metrics, GPU sampler, step log), B with
 throughput=False, which leaves TRL's numbers alone. Both are timed from outside by one event on the device's clock at
 each step's end, so logging counts: it is part of what measuring costs. Counting launches through CUPTI is off there,
 since it comes once in a hundred steps; one more run with a count shows what that costs, and the sum is both together:
@@ -87,7 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--workload", choices=WORKLOADS, default="27b-8")
-    parser.add_argument("--runs", type=int, default=6, help="runs with and without, together")
+    parser.add_argument("--runs", type=int, default=4, help="runs with and without, together")
     parser.add_argument("--steps", type=int, default=26)
     parser.add_argument("--commit", help="commit of the tree, where git is not at hand")
     given = parser.parse_args()

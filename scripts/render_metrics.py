@@ -27,6 +27,15 @@ hidden under a busy device costs nothing and is in no part.
 **Why GPU utilisation is never shown alone.** NVML's utilisation is the share of samples in which any kernel was
 running. A slow kernel, a kernel on padding and a fast kernel on real tokens all count the same.
 
+**FLOP utilisation, three ways.** MFU counts what the model needs, HFU also what is computed once more, OFU what the
+tensor pipes did by their own counter. OFU close to HFU says that the formula and the run are what they seem to be; a
+gap of more than 10 points is said on the console and in the report: FLOPs are counted that were not computed, or work
+is done that nobody counts.
+
+**NaN.** A loss or gradient that is not finite is counted and its step named at the next logging step, and never shown
+as 0. `nonfinite="strict"` (the default of SpeedSFTConfig) ends training there, on all ranks, before a checkpoint is
+written; `"warn"` (the default of ThroughputCallback) goes on.
+
 **What differs from TRL.** `entropy` and `mean_token_accuracy` are TRL's own keys; here they are weighted by target
 tokens over the window and all ranks, where TRL 1.16 averages the micro-batches' means. With equal target counts both
 agree. `num_tokens` counts real tokens and goes on after a resume. `eval_loss` is the mean over target tokens,

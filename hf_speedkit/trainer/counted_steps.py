@@ -45,7 +45,7 @@ class CountedSteps:
         self._result: tuple[int, StepActivity] | None = None
 
     def hold(self, reason: str) -> None:
-        """Do not count the step that begins now, nor warm up in it: someone else records."""
+        """Do not warm up in the step that begins now: someone else records it or the next."""
         self._held = reason
 
     def step_begins(self, number: int, *, excluded: bool) -> str | None:
@@ -56,16 +56,16 @@ class CountedSteps:
             excluded: whether it is kept out of the rates already.
         """
         held, self._held = self._held, None
-        held = held or ("the step is kept out of the rates" if excluded else None)
+        kept_out = "the step is kept out of the rates" if excluded else None
         place = (number - self._first) % self._every
         if number < self._first - 1 or place not in (0, self._every - 1) or (self._alone and self._counter.broken):
             return None
         if place != 0:
-            self._warm_up(held)
-        elif self._counter.counting and held is None:
+            self._warm_up(held or kept_out)
+        elif self._counter.counting and kept_out is None:
             self._counter.begin()
         elif self._counter.warm or self._counter.counting:
-            self._give_up(held or "the step before was not followed by what was expected")
+            self._give_up(kept_out or "the step before was not followed by what was expected")
         return EXCLUDED
 
     def step_ends(self, number: int, control: TrainerControl) -> bool:

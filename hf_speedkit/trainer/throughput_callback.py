@@ -104,7 +104,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
         self._counter.current.excluded = reason
 
     def hold_counting(self, reason: str) -> None:
-        """Do not count launches in the step that begins now: someone else records it. Call it on every rank."""
+        """Begin no count with the step that begins now: someone else records it or the next. Call it on every rank."""
         if self._counted is not None:
             self._counted.hold(reason)
 

@@ -349,3 +349,10 @@ def test_collating_a_row_takes_less_than_three_milliseconds(kind: Callable[[Any]
         durations_s.append(time.perf_counter() - started)
     # 0.5 ms for lists on an idle core; the fastest of 20, because other tests run beside this one.
     assert min(durations_s) < 3e-3
+
+
+def test_pairs_inside_a_sliding_window_are_counted_for_the_documents_and_not_for_padding():
+    rows = [{"input_ids": list(range(1, n + 1)), "labels": list(range(1, n + 1))} for n in (5, 2)]
+    banded = sum(int(torch.ones(n, n).tril().triu(1 - 3).sum()) for n in (5, 2))
+    assert PackedCollator(0, 12, sliding_window=3)(rows)["token_counts"].window_pairs == banded
+    assert PackedCollator(0, 12)(rows)["token_counts"].window_pairs is None

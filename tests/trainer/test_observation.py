@@ -67,6 +67,23 @@ def test_a_packed_row_is_counted_by_its_boundaries():
     assert counted(batch) == TokenCounts(slots=27, real=27, target=None, documents=4, squared_lengths=219)
 
 
+def pairs_by_mask(lengths, window):
+    """(query, key) pairs that a causal mask with a window leaves, document by document."""
+    return sum(int(torch.ones(n, n).tril().triu(1 - window).sum()) for n in lengths)
+
+
+@pytest.mark.parametrize("window", [1, 4, 100])
+def test_pairs_inside_a_sliding_window_are_counted_wherever_lengths_are_known(window):
+    rule = LabelRule(window=window)
+    packed = {"input_ids": ids(1, 27), "cu_seq_lens_q": torch.tensor([0, 3, 14, 19, 27], dtype=torch.int32)}
+    assert counted(packed, rule).window_pairs == pairs_by_mask((3, 11, 5, 8), window)
+    assert counted(pad(documents((10, 4))), rule).window_pairs == pairs_by_mask((10, 4), window)
+    assert counted({"input_ids": ids(2, 9)}, rule).window_pairs == pairs_by_mask((9, 9), window)
+    positions = {"input_ids": ids(1, 9), "position_ids": ids(1, 9)}  # where documents begin is not known
+    assert counted(positions, rule).window_pairs is None
+    assert counted(packed).window_pairs is None  # a model without a window
+
+
 def test_an_encoder_decoder_counts_both_sides():
     labels = torch.tensor([[5, 6, -100], [5, 6, 7]])
     batch = {"input_ids": ids(2, 4), "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]), "labels": labels}

@@ -9,6 +9,7 @@ import torch
 from plain_trainer import LENGTHS, as_tuple, documents, expected, make_trainer, pad, tiny_llama, train, training_rows
 from transformers import Trainer, TrainerCallback
 
+from hf_speedkit.core.flops import model_flops
 from hf_speedkit.core.metrics import METRICS
 from hf_speedkit.core.records import TokenCounts
 from hf_speedkit.trainer.attach import attach
@@ -270,3 +271,14 @@ def test_mfu_needs_a_peak_and_flops(tmp_path):
     )
     without = train(make_trainer(tmp_path)).run_totals().rates
     assert "speed/mfu" not in without
+
+
+def test_a_sliding_window_has_an_mfu_in_a_plain_trainer(tmp_path):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = MistralForCausalLM(MistralConfig(**sizes, vocab_size=32, num_key_value_heads=2, sliding_window=4))
+    records = []
+    train(make_trainer(tmp_path, model=model), ThroughputCallback(peak_tflops=1.0, sinks=[records.append]))
+    formula = model_flops(model.config.to_dict())
+    assert [record.flops for record in records] == [formula.training(LENGTHS[at : at + 2]) for at in range(0, 12, 2)]
