@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from hf_speedkit.kernels.fused_forwards import GATED_NORM, SWIGLU, Forward
 from hf_speedkit.kernels.probe import TOLERANCES
@@ -126,7 +126,8 @@ def _run(
 
 def _twin(module: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
     """The layer with other weights, sharing nothing that is written to."""
-    twin = copy.copy(module)
+    # Not copy.copy: FSDP2 gives the layer a class whose __new__ makes a new layer, and fails (torch 2.13).
+    twin: nn.Module = object.__new__(next(c for c in type(module).__mro__ if not issubclass(c, FSDPModule)))
     twin.__dict__ = {name: value for name, value in module.__dict__.items() if name != "forward"}
     twin._parameters = {name: nn.Parameter(value.detach().clone()) for name, value in weights.items()}
     if "gate_proj" in module._modules:

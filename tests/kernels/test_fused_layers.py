@@ -5,9 +5,11 @@ import logging
 
 import pytest
 import torch
+import torch.distributed as dist
 from fake_kernels import forget_fakes, model_bound_to
 from fused_fakes import FLA_GATED, RMS, SWIGLU, write_fused_fakes
 from kernel_models import random_documents, summed_loss, tiny_model
+from torch.distributed.fsdp import fully_shard
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.core.records import KernelVerdict
@@ -232,3 +234,22 @@ def test_rows_behind_those_compared_run_too():
 def test_every_part_has_a_candidate():
     for part in (fused_forwards.RMS_NORM, fused_forwards.GATED_NORM, fused_forwards.SWIGLU):
         assert candidates(part, zero_centred=True)
+
+
+def test_layers_that_fsdp2_has_sharded_are_fused_too(model_with, tmp_path):
+    """accelerate puts the final norm into a group of its own, which changes its class."""
+    model = model_with()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        for part in (*model.model.layers, [model.model.norm, model.lm_head], model):
+            fully_shard(part, mesh=dist.init_device_mesh("cpu", (1,)))
+        with fused_layers(model, devices=CPU) as lines:
+            checks = {check.function: check for check in fused_layer_checks(model)}
+            (document,) = random_documents([40])
+            summed_loss(model, {"input_ids": document[None], "use_cache": False}, document[None]).backward()
+            gradient = model.model.norm.weight.grad.full_tensor()
+    finally:
+        dist.destroy_process_group()
+    assert set(parts(lines)) == set(PARTS)
+    assert sum(check.layers for name, check in checks.items() if name == "rms_norm") >= 1
+    assert gradient.abs().max() > 0

@@ -131,6 +131,7 @@ def test_sums_and_gradients_are_those_of_cross_entropy_on_a_gpu(dtype, vocabular
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_the_head_never_waits_for_the_gpu():
     hidden, weight, targets = inputs(300, dtype=torch.bfloat16, vocabulary=4096, width=64, device="cuda")
     target_sums(hidden, weight, targets).nll.backward()  # compiles
