@@ -127,7 +127,9 @@ def _run(
 def _twin(module: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
     """The layer with other weights, sharing nothing that is written to."""
     # Not copy.copy: FSDP2 gives the layer a class whose __new__ makes a new layer, and fails (torch 2.13).
-    twin: nn.Module = object.__new__(next(c for c in type(module).__mro__ if not issubclass(c, FSDPModule)))
+    classes = (c for c in type(module).__mro__ if issubclass(c, nn.Module) and not issubclass(c, FSDPModule))
+    plain: type[nn.Module] = next(classes)
+    twin = plain.__new__(plain)
     twin.__dict__ = {name: value for name, value in module.__dict__.items() if name != "forward"}
     twin._parameters = {name: nn.Parameter(value.detach().clone()) for name, value in weights.items()}
     if "gate_proj" in module._modules:

@@ -14,7 +14,8 @@ from hf_speedkit.measure.launches import LaunchCounter
 from hf_speedkit.measure.step_clock import StepClock, device_timer
 from hf_speedkit.trainer.observation import GradientProbe, LabelRule, Observation, count_batch
 
-pytestmark = pytest.mark.gpu
+# Packages that only GPU machines have warn of their own things, and torch of its sync debug mode.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(580)]
 
 STEPS, MATMULS, SIZE = 5, 10, 8192
 

@@ -9,7 +9,8 @@ from hf_speedkit.core.step_parts import PARTS
 from hf_speedkit.trainer.attach import attach
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback
 
-pytestmark = pytest.mark.gpu
+# Packages that only GPU machines have warn of their own things, and torch of its sync debug mode.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(580)]
 
 
 def model():

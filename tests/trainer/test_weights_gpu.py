@@ -9,7 +9,7 @@ from support import tiny_hybrid
 
 from hf_speedkit.trainer.weights import random_model
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 
 def test_weights_moved_to_the_cpu_are_those_that_stay_on_the_gpu():
