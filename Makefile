@@ -7,7 +7,7 @@ RUN = env -u PYTHONPATH
 # More settings for `make demo`, for example DEMO_ARGS="--max_steps 10".
 DEMO_ARGS ?=
 
-.PHONY: help demo test lint unit gpu-test bench-smoke bench-table clean install-demo install-dev
+.PHONY: help demo test lint unit gpu-test bench-smoke bench-table test-wheel test-matrix docs release clean install-demo install-dev
 
 help: ## What there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "make %-11s %s\n", $$1, $$2}'
@@ -52,5 +52,20 @@ bench-table: ## Rewrite README's table and picture from the committed results
 	$(BIN)/hf-speedkit report $(RESULTS) --out README.md
 	$(BIN)/hf-speedkit report $(RESULTS) --out docs/ladder.svg
 
+test-wheel: install-dev ## Build the wheel and use it in an empty environment without the repository (minutes)
+	$(RUN) $(BIN)/python scripts/release.py --wheel
+
+# One: make test-matrix MATRIX="newest". Tests: make test-matrix MATRIX="lowest -- tests/trainer -q".
+MATRIX ?=
+test-matrix: ## Every Python, the lowest and the newest stack that pyproject.toml allows (long; not in CI)
+	$(PYTHON) scripts/test_matrix.py $(MATRIX)
+
+docs: ## The documentation as pages in site/, every link and reference checked
+	@$(PYTHON) scripts/install.py --venv $(VENV) --extras docs --constraints $(CONSTRAINTS)
+	$(RUN) $(BIN)/mkdocs build --strict
+
+release: install-dev ## Check that a release is ready and build it into dist/; uploads nothing
+	$(RUN) $(BIN)/python scripts/release.py
+
 clean: ## Remove what the targets above made
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) runs dist site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
