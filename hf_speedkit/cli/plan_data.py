@@ -166,7 +166,7 @@ def model_config(model: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(model)
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)  # None would ask on the terminal
     except (OSError, ValueError):
         return None
 

@@ -57,9 +57,14 @@ def planned_job(
         adapters = _adapters(peft_config)
         if adapters is None:
             return f"{type(peft_config).__name__} with these targets is not modelled"
+    loading = args.model_init_kwargs or {}
+    # None would ask on the terminal, on every rank.
+    trusted = loading.get("trust_remote_code", False)
     try:
-        config = AutoConfig.from_pretrained(model, revision=revision)
-    except (OSError, ValueError) as error:
+        config = AutoConfig.from_pretrained(
+            model, revision=revision or loading.get("revision"), trust_remote_code=trusted
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
         return f"no configuration can be read from {model!r} ({type(error).__name__})"
     sizes = TracedSizes(
         config,

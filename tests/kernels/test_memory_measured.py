@@ -66,3 +66,12 @@ def test_the_ten_percent_would_see_a_layers_activations_counted_twice_or_its_hea
     plan = plan_memory(traced(8, False), PURE_BF16, MemoryJob(unchecked=8, head="trl"))
     for wrong in (plan.allocated + plan.parts["activations"], plan.allocated - plan.parts["loss head"]):
         assert wrong / GIB != pytest.approx(run["peak_memory_gib"], rel=SHARE)
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*memory_plan*.json")), ids=lambda path: path.name)
+def test_committed_comparisons_hold_in_four_settings_or_more(path):
+    """Files that benchmarks/memory_plan.py wrote; a setting that failed there says so and counts for nothing."""
+    result = json.loads(path.read_text())
+    ratios = {row["setting"]: row["planned_over_measured"] for row in result["rows"] if "error" not in row}
+    assert len(ratios) >= 4
+    assert all(ratio == pytest.approx(1, abs=result["target"]) for ratio in ratios.values()), ratios
