@@ -197,6 +197,8 @@ def step_activity(columns: Columns, marks: HostMarks) -> StepActivity | None:
     if offset is None:
         return counted
     start, begin, end = (moment + offset for moment in (marks.start, marks.begin, marks.end))
+    waits = waits.clipped(start, end)  # the profiler waits for the device itself, behind the last mark
+    counted = replace(counted, host_wait_s=waits.total / 1e9)
     before = work.events.end[~mine]
     first = max(start, int(before.max(initial=start)))
     last = max(end, int(work.events.end[mine].max(initial=first)))

@@ -89,6 +89,13 @@ def test_a_launch_into_a_full_queue_is_a_wait_and_a_slow_one_on_an_idle_device_i
     assert activity_of(loading, tmp_path).host_wait_s == 0
 
 
+def test_the_profilers_own_wait_behind_the_step_is_none_of_the_steps(tmp_path):
+    trace = marked().launch(10, "gemm", 20, 3000).call("cudaDeviceSynchronize", 1100, 1920)
+    activity = activity_of(trace, tmp_path)
+    assert activity.host_wait_s == 0
+    assert parts_us(activity)["device_only"] == 2020
+
+
 def test_clocks_need_not_agree_in_their_zero_but_in_their_pace(tmp_path):
     trace = marked().launch(100, "gemm", 200, 100)
     assert activity_of(trace, tmp_path, skew_us=10**9).step_time_s == pytest.approx(1000e-6)
