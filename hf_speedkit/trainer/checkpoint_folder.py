@@ -80,7 +80,7 @@ def checkpoint_bytes(model: Any, optimizer: Any, *, adapters_only: bool = False)
     weights = sum(_tensor_bytes(parameter) for parameter in saved)
     states = getattr(optimizer, "state", None) or {}
     moments = sum(_tensor_bytes(value) for state in states.values() for value in state.values() if _is_tensor(value))
-    if not moments and "adamw" in type(getattr(optimizer, "optimizer", optimizer)).__name__.lower():
+    if not moments and type(getattr(optimizer, "optimizer", optimizer)).__name__.endswith("AdamW"):  # not AdamW8bit
         moments = 2 * sum(_tensor_bytes(parameter) for parameter in trained)
     return weights + moments
 

@@ -187,6 +187,14 @@ class SafeCheckpoints(StreamedBatches):
         else:
             load_sharded_optimizer(self.model, self.optimizer, self.lr_scheduler, Path(checkpoint))
 
+    def get_train_dataloader(self) -> Any:
+        """Trainer's loader, whose workers outlive a signal to end."""
+        return self.stop_signal.spare_workers(super().get_train_dataloader())
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Trainer's loader, whose workers outlive a signal to end."""
+        return self.stop_signal.spare_workers(super().get_eval_dataloader(eval_dataset))
+
     def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
         """Trainer's count of target tokens over all ranks, with their stop flags riding on it."""
         with self.stop_signal.riding_on(self.accelerator):

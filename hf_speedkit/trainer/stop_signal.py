@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -62,6 +63,16 @@ class StopSignal:
         finally:
             for number in free:
                 signal.signal(number, signal.SIG_DFL)
+
+    def spare_workers(self, loader: Any) -> Any:
+        """Let a loader's worker processes ignore the signals; must come before the loader is iterated.
+
+        Slurm signals every process of a job step. A worker that died of it would raise "DataLoader worker is killed by
+        signal" in the middle of this process's step, and no checkpoint would be written. Workers end with their loader.
+        """
+        if self._numbers and getattr(loader, "num_workers", 0) > 0:
+            loader.worker_init_fn = partial(_ignore_signals, tuple(map(int, self._numbers)), loader.worker_init_fn)
+        return loader
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         self.received = self.received or signal.Signals(number).name
@@ -129,6 +140,13 @@ class StopSignal:
     def note_stop(self) -> None:
         """Training ends here."""
         self.stopped_by = self.received or "a signal on another rank"
+
+
+def _ignore_signals(numbers: tuple[int, ...], then: Callable[[int], None] | None, worker: int) -> None:
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
+    if then is not None:
+        then(worker)
 
 
 def _number(name: str) -> signal.Signals:

@@ -141,6 +141,8 @@ def rank_main(rank, port, path, scenario):
     torch.set_num_threads(1)
     path = Path(path)
     said = globals()[scenario](rank, path)
-    (path / f"rank{rank}.json").write_text(json.dumps(dict(said or ())))
+    (path / f"rank{rank}.json").write_text(json.dumps(dict(said)))
+    if scenario == "told_to_stop":
+        killed(rank, path / "killed")
     # Torch's teardown can deadlock here: the reducer's destructor joins a gloo thread that waits for the GIL.
     os._exit(0)

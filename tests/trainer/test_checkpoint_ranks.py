@@ -1,7 +1,6 @@
 """Two gloo processes, really sharded: killed, told to stop, and gone on with by two processes or by one."""
 
 import json
-import time
 
 import pytest
 import torch
@@ -16,20 +15,26 @@ from hf_speedkit.trainer.export import export_checkpoint
 pytestmark = pytest.mark.two_process
 
 
-def start(path, port, scenario):
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    import socket
+
+    path = tmp_path_factory.mktemp("stopped") / "run"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     path.mkdir()
-    return mp.start_processes(rank_main, args=(port, str(path), scenario), nprocs=2, start_method="spawn", join=False)
+    with pytest.raises(mp.ProcessExitedException, match="SIGKILL"):  # its last act, in `killed`
+        mp.start_processes(rank_main, args=(port, str(path), "told_to_stop"), nprocs=2, start_method="spawn")
+    return path, [json.loads((path / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_a_sharded_run_killed_at_13_goes_on_at_10_on_one_process_with_the_same_curve(tmp_path, free_port):
+def test_a_sharded_run_killed_at_13_goes_on_at_10_on_one_process_with_the_same_curve(stopped, tmp_path):
     whole = Recorder()
     reference = build(tmp_path / "whole", callbacks=[whole], save_strategy="no", gradient_accumulation_steps=2)
     reference.train()
 
-    path = tmp_path / "killed"
-    running = start(path, free_port, "killed")
-    with pytest.raises(mp.ProcessExitedException, match="SIGKILL"):
-        running.join()
+    path = stopped[0] / "killed"
     assert [entry.name for entry in sorted(path.glob("checkpoint-*"))] == ["checkpoint-10"]
     manifest = read_manifest(path / "checkpoint-10")
     assert manifest.world_size == 2
@@ -50,20 +55,6 @@ def test_a_sharded_run_killed_at_13_goes_on_at_10_on_one_process_with_the_same_c
     last = [trainer.state.log_history[-2] for trainer in (reference, resumed)]
     for key in ("num_tokens", "speed/total_real_tokens", "speed/total_documents", "speed/total_target_tokens"):
         assert last[0][key] == last[1][key], f"v67 {key}"
-
-
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory):
-    import socket
-
-    path = tmp_path_factory.mktemp("stopped") / "run"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    began = time.monotonic()
-    start(path, port, "told_to_stop").join()
-    assert time.monotonic() - began < 90
-    return path, [json.loads((path / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
 def test_a_signal_to_one_rank_stops_both_at_the_same_step_with_a_whole_checkpoint(stopped):

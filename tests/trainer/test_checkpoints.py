@@ -2,9 +2,11 @@
 
 import json
 import logging
+import multiprocessing
 import os
 import shutil
 import signal
+import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -280,6 +282,24 @@ def test_a_signal_ends_training_with_a_whole_checkpoint_and_the_resumed_run_is_t
     resumed.train(resume_from_checkpoint=True)
     assert resumed.stopped_by is None
     assert losses(resumed) == pytest.approx(run[1], abs=1e-6)
+
+
+def test_a_signal_to_every_process_of_the_job_does_not_take_the_data_away(tmp_path):
+    """Slurm's way; without the workers' deafness torch raises "DataLoader worker is killed by signal" in the step."""
+
+    class ToAll(TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            if state.global_step == 1:
+                workers = multiprocessing.active_children()
+                assert workers
+                for pid in (*(worker.pid for worker in workers), os.getpid()):
+                    os.kill(pid, signal.SIGTERM)
+                time.sleep(0.5)  # long enough for a dead worker to be noticed
+
+    stopped = small(tmp_path, max_steps=6, dataloader_num_workers=1, callbacks=[ToAll()])
+    stopped.train()
+    assert (stopped.stopped_by, stopped.state.global_step) == ("SIGTERM", 2)
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize("changes", [{"save_strategy": "no"}, {"stop_signals": []}])
