@@ -91,7 +91,7 @@ def test_kernels_refused_on_one_rank_stop_both_at_once_with_the_command(free_por
     queue = mp.get_context("spawn").SimpleQueue()
     began = time.monotonic()
     mp.start_processes(run, args=(free_port, queue, str(tmp_path)), nprocs=2, start_method="spawn")
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 150  # imports of two processes on a busy machine; a hang would take 30 minutes
     said = {}
     while not queue.empty():
         rank, kind, message = queue.get()
