@@ -54,6 +54,7 @@ def test_v70_step_times_follow_the_device_and_not_the_queue(matrix):
     assert parts == pytest.approx(truth_s, rel=0.05)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")  # torch says so of its own feature
 def test_v62_what_runs_in_every_step_waits_for_nothing(matrix):
     batch = {
         "input_ids": torch.ones(2, 64, dtype=torch.int64, device="cuda"),

@@ -48,6 +48,7 @@ def test_a_counted_step_adds_up_inside_a_run(tmp_path):
     assert max(launches) - min(launches) <= 0.05 * min(launches)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")  # torch says so of its own feature
 def test_v62_our_callbacks_never_make_the_host_wait_between_logging_steps(tmp_path):
     class Watch(TrainerCallback):
         """In front of ours and behind them: what runs in between must not wait."""
