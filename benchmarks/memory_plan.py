@@ -92,7 +92,7 @@ def _run(changes: dict[str, Any], config: Any, slots: int, directory: str) -> tu
     args = SpeedSFTConfig(**_settings(changes, slots, directory))
     adapters = _adapters(rank)
     planned = planned_job(
-        str(Path(directory) / "config"), args, peft_config=adapters, quantized=False, dtype=dtype, revision=None
+        str(Path(directory) / "config"), args, peft_config=adapters, weight_bits=16, dtype=dtype, revision=None
     )
     if isinstance(planned, str):
         raise RuntimeError(f"nothing was planned: {planned}")

@@ -30,7 +30,7 @@ def require_memory(
     args: Any,
     *,
     peft_config: Any = None,
-    quantized: bool = False,
+    weight_bits: int = 16,
     dtype: Any = None,
     revision: str | None = None,
 ) -> MemoryChoice | None:
@@ -40,13 +40,13 @@ def require_memory(
         model: hub id or folder; its configuration is read.
         args: a SpeedSFTConfig. `memory_check`: "strict" raises, "warn" logs, "off" plans nothing.
         peft_config: of the adapters that are trained; None trains everything.
-        quantized: the model is loaded in 4 bits.
+        weight_bits: 4 or 8 where the model is loaded quantized.
         dtype: in which the weights are loaded; None takes it from `args.model_init_kwargs`.
         revision: of the model.
 
     Returns:
         The plan; None where nothing can be said: no GPU to look at, rows of no fixed size, states held in host memory,
-        fp32 arithmetic, adapters other than LoRA, or a model that cannot be traced. The log says which.
+        fp32 arithmetic, 8-bit weights, adapters other than LoRA, or a model that cannot be traced. The log says which.
 
     Raises:
         HardwareError: it does not fit, with what would.
@@ -58,7 +58,9 @@ def require_memory(
         if not gpus:
             logger.info("memory is not planned: NVML shows no GPU (hf-speedkit plan takes --gpu or --gpu-memory)")
             return None
-        planned = planned_job(model, args, peft_config=peft_config, quantized=quantized, dtype=dtype, revision=revision)
+        planned = planned_job(
+            model, args, peft_config=peft_config, weight_bits=weight_bits, dtype=dtype, revision=revision
+        )
         if isinstance(planned, str):
             logger.info("memory is not planned: %s", planned)
             return None
@@ -85,9 +87,16 @@ def require_memory_of(model_args: Any, args: Any) -> MemoryChoice | None:
         model_args.model_name_or_path,
         args,
         peft_config=adapters if model_args.use_peft else None,
-        quantized=model_args.load_in_4bit,
+        weight_bits=bits_of(model_args),
         dtype=model_args.dtype,
         revision=model_args.model_revision,
+    )
+
+
+def bits_of(quantization: Any) -> int:
+    """Bits of a weight by a ModelConfig or a quantization config; 16 without."""
+    return (
+        4 if getattr(quantization, "load_in_4bit", False) else 8 if getattr(quantization, "load_in_8bit", False) else 16
     )
 
 

@@ -38,7 +38,7 @@ class PlannedJob:
 
 
 def planned_job(
-    model: str, args: Any, *, peft_config: Any, quantized: bool, dtype: Any, revision: str | None
+    model: str, args: Any, *, peft_config: Any, weight_bits: int, dtype: Any, revision: str | None
 ) -> PlannedJob | str:
     """What to plan from a job's settings, or why nothing can be planned; see `require_memory`."""
     from transformers import AutoConfig
@@ -49,7 +49,9 @@ def planned_job(
         return "without packing rows have no fixed size"
     if args.deepspeed or _fsdp_config(args).get("cpu_offload") or is_on(os.environ.get("FSDP_OFFLOAD_PARAMS")):
         return "states are held in host memory"
-    setting = setting_of(args, lora=peft_config is not None, quantized=quantized, dtype=dtype)
+    if weight_bits == 8:
+        return "8-bit weights are not modelled"
+    setting = setting_of(args, lora=peft_config is not None, quantized=weight_bits == 4, dtype=dtype)
     if isinstance(setting, str):
         return setting
     adapters = None

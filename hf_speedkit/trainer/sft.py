@@ -38,7 +38,7 @@ from hf_speedkit.trainer.inputs import (
     with_template_kwargs,
 )
 from hf_speedkit.trainer.kernel_callback import activation_dtype
-from hf_speedkit.trainer.memory_check import require_memory
+from hf_speedkit.trainer.memory_check import bits_of, require_memory
 from hf_speedkit.trainer.mfu_inputs import flops_of, sliding_window
 from hf_speedkit.trainer.output import STEP_LOG_NAME, existing_run, refuse_existing_run
 from hf_speedkit.trainer.packed_layers import packed_layers, padded_attention
@@ -106,8 +106,7 @@ class SpeedSFTTrainer(FastUpdates, SafeCheckpoints):
             check_packing_request(args, data_collator, train_dataset, eval_dataset, model, peft_config)
         require_kernels(model, args)
         if isinstance(model, str):  # before anything is loaded
-            quantized = getattr(quantization_config, "load_in_4bit", False)
-            require_memory(model, args, peft_config=peft_config, quantized=quantized)
+            require_memory(model, args, peft_config=peft_config, weight_bits=bits_of(quantization_config))
         super().__init__(
             model=model,
             args=args,

@@ -20,7 +20,7 @@ from hf_speedkit.core.memory_sizes import EIGHT_BIT_ADAMW, FP32_MASTER, LORA, PU
 from hf_speedkit.core.records import GpuInfo
 from hf_speedkit.kernels.memory_trace import TracedSizes
 from hf_speedkit.measure import environment
-from hf_speedkit.trainer.memory_check import judge, require_memory, require_memory_of
+from hf_speedkit.trainer.memory_check import bits_of, judge, require_memory, require_memory_of
 from hf_speedkit.trainer.memory_settings import job_of, planned_job, setting_of
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -72,7 +72,7 @@ SIZES = TracedSizes(qwen27b_config(64), 8192)  # traces nothing yet; one for all
 
 
 def plan(model, args, **changes):
-    planned = planned_job(model, args, peft_config=None, quantized=False, dtype=None, revision=None)
+    planned = planned_job(model, args, peft_config=None, weight_bits=16, dtype=None, revision=None)
     return replace(planned, job=replace(planned.job, **changes), sizes=SIZES)
 
 
@@ -212,13 +212,13 @@ def test_how_a_job_is_spread_out_is_read_from_its_settings(tmp_path, monkeypatch
 )
 def test_what_cannot_be_planned_says_why(tmp_path, model, changes, peft_config, words):
     args = settings(tmp_path, **changes)
-    planned = planned_job(model, args, peft_config=peft_config, quantized=False, dtype=None, revision=None)
+    planned = planned_job(model, args, peft_config=peft_config, weight_bits=16, dtype=None, revision=None)
     assert words in planned
 
 
 def test_adapters_are_planned_with_their_rank_and_targets(tmp_path, model):
     lora = Lora(r=8, target_modules={"q_proj", "v_proj"})
-    planned = planned_job(model, settings(tmp_path), peft_config=lora, quantized=False, dtype=None, revision=None)
+    planned = planned_job(model, settings(tmp_path), peft_config=lora, weight_bits=16, dtype=None, revision=None)
     traced = planned.sizes(planned.setting, planned.job)
     # q 5120 -> 2 x 24 x 256, v 5120 -> 4 x 256, on 16 layers of full attention
     assert traced.trained == 16 * 8 * (5120 + 12_288 + 5120 + 1024)
@@ -226,7 +226,7 @@ def test_adapters_are_planned_with_their_rank_and_targets(tmp_path, model):
 
 def test_a_folder_without_a_configuration_is_left_to_the_loading(tmp_path):
     planned = planned_job(
-        str(tmp_path), settings(tmp_path), peft_config=None, quantized=False, dtype=None, revision=None
+        str(tmp_path), settings(tmp_path), peft_config=None, weight_bits=16, dtype=None, revision=None
     )
     assert "no configuration can be read" in planned
 
@@ -255,6 +255,15 @@ def test_the_27b_recipe_fits_on_two_h200s_as_it_is_written(tmp_path, model):
     names = {field.name for field in fields(SpeedSFTConfig)}
     given = {key: value for key, value in job.items() if key in names}
     args = SpeedSFTConfig(**{**given, "output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"})
-    planned = planned_job(model, args, peft_config=None, quantized=False, dtype=job["dtype"], revision=None)
+    planned = planned_job(model, args, peft_config=None, weight_bits=16, dtype=job["dtype"], revision=None)
     planned = replace(planned, job=replace(planned.job, gpus=2), sizes=SIZES)
     assert judge(planned, name=H200.name, memory_gib=H200.memory_gib, strict=True).fit is Fit.FITS
+
+
+def test_eight_bit_weights_are_not_taken_for_sixteen(tmp_path, model, gpus, caplog):
+    gpus(H100)
+    settings_of_model = ModelConfig(model_name_or_path=model, use_peft=True, load_in_8bit=True)
+    with caplog.at_level(logging.INFO):
+        assert require_memory_of(settings_of_model, settings(tmp_path, OnGpu)) is None
+    assert "8-bit weights are not modelled" in caplog.text
+    assert [bits_of(x) for x in (None, ModelConfig(load_in_4bit=True), settings_of_model)] == [16, 4, 8]
