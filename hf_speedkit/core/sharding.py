@@ -10,6 +10,8 @@ from hf_speedkit.core.records import Finding, Severity
 
 _SMALLEST_JUDGED_BYTES = 128 * 2**20
 """Below this a model drowns in what an interpreter takes anyway, and its loading is not judged."""
+_WORTH_A_WARNING_BYTES = GIB
+"""What a setting costs on each rank before it is more than a note; the smallest GPU in use has 16 times as much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +208,8 @@ def _upcast(model: PreparedModel) -> Finding | None:
     if more <= 0:
         return None
     # Weights, gradients and AdamW's two moments all have the held dtype.
-    return _warning(
+    return _finding(
+        _severity(4 * more / model.shards),
         "upcast",
         f"the weights were loaded in {model.loaded_dtype} and are held in {model.stored_dtype}: weights, gradients and "
         f"AdamW's moments take {_gib(4 * more)} more, {_gib(4 * more / model.shards)} a rank",
@@ -221,12 +224,14 @@ def _decay(model: PreparedModel) -> Finding | None:
     if decay is None or decay.computed == "float32":
         return None
     cast = "" if decay.stored == decay.computed else f" (held in {decay.stored}, and rounded at every use)"
-    return _warning(
+    return _finding(
+        # Of values that were bf16 when they came nothing is lost.
+        Severity.WARNING if model.loaded_dtype == "float32" else Severity.NOTE,
         "rounded_decay",
         f"A_log and dt_bias of {decay.layers} recurrent layers are used in {decay.computed}{cast}",
         "a bf16 A_log changes a layer's decay by up to 0.79 % (A from 0.02 to 16); long documents add it up",
-        advice="nothing to mend where the checkpoint holds them in bfloat16 anyway; FSDP2 cannot hold one parameter of "
-        "a group in another dtype (torch 2.13), so keeping them means fp32 for all: dtype=float32, bf16=False",
+        advice="nothing to mend where the checkpoint holds them in bfloat16; FSDP2 cannot hold one parameter of a "
+        "group in another dtype (torch 2.13), so keeping them means fp32 for all: dtype=float32, bf16=False",
     )
 
 
@@ -234,7 +239,8 @@ def _kept_gradients(model: PreparedModel) -> Finding | None:
     if model.accumulation_steps == 1 or model.reduces_each or not model.groups:
         return None
     kept = sum(group.gradient_bytes for group in model.groups)
-    return _warning(
+    return _finding(
+        _severity(kept - kept / model.shards),
         "kept_gradients",
         f"gradients of the whole model stay on every rank while {model.accumulation_steps} micro-batches accumulate: "
         f"{_gib(kept)} a rank instead of {_gib(kept / model.shards)}",
@@ -280,12 +286,20 @@ def _low_precision(model: PreparedModel) -> Finding | None:
     )
 
 
+def _severity(bytes_a_rank: float) -> Severity:
+    return Severity.WARNING if bytes_a_rank >= _WORTH_A_WARNING_BYTES else Severity.NOTE
+
+
 def _problem(rule: str, message: str, *evidence: str, advice: str) -> Finding:
-    return Finding(rule=rule, severity=Severity.PROBLEM, message=message, evidence=evidence, advice=advice)
+    return _finding(Severity.PROBLEM, rule, message, *evidence, advice=advice)
 
 
 def _warning(rule: str, message: str, *evidence: str, advice: str) -> Finding:
-    return Finding(rule=rule, severity=Severity.WARNING, message=message, evidence=evidence, advice=advice)
+    return _finding(Severity.WARNING, rule, message, *evidence, advice=advice)
+
+
+def _finding(severity: Severity, rule: str, message: str, *evidence: str, advice: str) -> Finding:
+    return Finding(rule=rule, severity=severity, message=message, evidence=evidence, advice=advice)
 
 
 def _gib(size: float) -> str:

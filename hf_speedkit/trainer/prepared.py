@@ -57,7 +57,7 @@ def prepared_model(trainer: SpeedSFTTrainer, loaded: LoadedWeights) -> PreparedM
     return PreparedModel(
         ranks=args.world_size,
         shards=_shards(model),
-        sharding_asked=args.fsdp_plugin_args is not None,
+        sharding_asked=(args.fsdp_plugin_args or {}).get("fsdp_version") == 2,
         groups=shard_groups(model),
         loaded_dtype=loaded.dtype,
         stored_dtype=_commonest_dtype(trained),

@@ -105,8 +105,11 @@ def test_v39_the_group_and_the_parameter_of_another_dtype_are_named():
 def test_v43_decay_parameters_rounded_to_bfloat16_are_named():
     cast = findings(decay=DecayParameters(stored="float32", computed="bfloat16", layers=48))["rounded_decay"]
     assert "A_log and dt_bias of 48 recurrent layers are used in bfloat16 (held in float32" in cast.message
-    held = findings(decay=DecayParameters(stored="bfloat16", computed="bfloat16", layers=48))["rounded_decay"]
+    assert cast.severity == Severity.WARNING
+    rounded = DecayParameters(stored="bfloat16", computed="bfloat16", layers=48)
+    held = findings(decay=rounded, loaded_dtype="bfloat16")["rounded_decay"]
     assert "held in" not in held.message
+    assert held.severity == Severity.NOTE, "as the checkpoint has them"
 
 
 def test_v43_the_error_that_the_message_states_is_what_bfloat16_does():
@@ -118,6 +121,16 @@ def test_v43_the_error_that_the_message_states_is_what_bfloat16_does():
     relative = ((rounded.exp() - exact.exp()) / exact.exp()).abs()
     # From 2 to 4 bf16 values are 1/64 apart: half of that, 0.0078, is the error of the logarithm.
     assert 0.0077 <= float(relative.max()) <= 0.0079
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [({"accumulation_steps": 2}, "kept_gradients"), ({"stored_bytes": 4 * GIB + 2**20}, "upcast")],
+    ids=["kept gradients", "upcast"],
+)
+def test_less_than_a_gib_on_each_rank_is_a_note(changes, rule):
+    small = (group(gradient_bytes=2**20),)
+    assert findings(groups=small, **changes)[rule].severity == Severity.NOTE
 
 
 def test_several_layers_in_one_group_are_named_with_what_they_gather():
