@@ -70,8 +70,9 @@ class StopSignal:
         Slurm signals every process of a job step. A worker that died of it would raise "DataLoader worker is killed by
         signal" in the middle of this process's step, and no checkpoint would be written. Workers end with their loader.
         """
-        if self._numbers and getattr(loader, "num_workers", 0) > 0:
-            loader.worker_init_fn = partial(_ignore_signals, tuple(map(int, self._numbers)), loader.worker_init_fn)
+        inner = getattr(loader, "base_dataloader", loader)  # accelerate (1.15, data_loader.py:583) iterates that one
+        if self._numbers and getattr(inner, "num_workers", 0) > 0:
+            inner.worker_init_fn = partial(_ignore_signals, tuple(map(int, self._numbers)), inner.worker_init_fn)
         return loader
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
