@@ -38,7 +38,7 @@ def stand(path):
             if state.global_step == 2 and args.process_index == 1:
                 dawdle(path)
 
-    trainer = build(path, accumulation=1, sharded=True, stuck_rank_timeout_s=6, isolation_check=False)
+    trainer = build(path, accumulation=1, sharded=True, stuck_rank_timeout_s=15, isolation_check=False)
     trainer.add_callback(AtStepThree())
     trainer.train()
 

@@ -44,13 +44,13 @@ def test_an_exception_on_one_rank_ends_both_within_30_seconds_with_its_error_fir
 @pytest.mark.two_process
 def test_a_rank_that_stands_still_is_named_with_its_line_and_ends_the_run(tmp_path, free_port):
     said, seconds = torchrun("stand", tmp_path, free_port)
-    assert seconds < 30, "6 s without progress, and the end of two processes"
+    assert seconds < 60, "15 s without progress, and the end of two processes on a busy machine"
     assert "1 of 2 ranks have waited" in said
     assert "for rank 1" in said
     assert "failing_rank.py:" in said
     assert " dawdle" in said
     assert "so the run ends" in said
-    assert "a longer stuck_rank_timeout_s (now 6)" in said
+    assert "a longer stuck_rank_timeout_s (now 15)" in said
     assert "Connection closed by peer" not in said
 
 
