@@ -2,8 +2,6 @@
 
 import argparse
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +11,6 @@ from accelerate import FullyShardedDataParallelPlugin
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
-from recipe_inputs import SPLIT, write_inputs
-from tiny_chat import tiny_config
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 ROOT = Path(__file__).parents[2]
@@ -122,26 +118,3 @@ def test_the_command_in_a_configs_comment_names_files_that_exist(path):
     for word in words:
         if word.startswith(("recipes/", "accelerate_configs/")):
             assert (ROOT / word).exists(), word
-
-
-@pytest.mark.slow
-@pytest.mark.two_process
-def test_two_launched_processes_train_from_local_folders_and_drawn_weights(tmp_path):
-    """The benchmark's own line (benchmarks/recipe_inputs.py), tiny and on the CPU: nothing is downloaded."""
-    config = tiny_config(vocab_size=4224, hidden_size=64, intermediate_size=96, num_attention_heads=2).to_dict()
-    write_inputs(tmp_path, config=config, conversations=24, longest=200)
-    job = {"tiny_chat": "false", "model_name_or_path": tmp_path / "model", "dataset_name": tmp_path / "chats",
-           "dataset_train_split": SPLIT, "random_weights": "true", "tokens_per_batch": 256, "max_steps": 2,
-           "logging_steps": 1, "output_dir": tmp_path / "run"}  # fmt: skip
-    words = [word for name, value in job.items() for word in (f"--{name}", str(value))]
-    accelerate = [str(Path(sys.executable).with_name("accelerate")), "launch", "--config_file", CONFIGS / "cpu.yaml"]
-    ended = subprocess.run(
-        [*accelerate, "--main_process_port", "0", ROOT / "recipes" / "qwen27b_sft.py", "--config", TINY, *words],
-        cwd=ROOT, env={**os.environ, "TQDM_DISABLE": "1", "HF_HOME": str(tmp_path / "cache")}, capture_output=True,
-        text=True, timeout=240,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert "24 documents" in ended.stdout
-    assert "proven on" in ended.stdout
-    assert "1,024 slots" in ended.stdout  # two steps of 256 on each of them
-    assert (tmp_path / "run" / "model.safetensors").exists()

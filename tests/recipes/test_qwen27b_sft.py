@@ -143,8 +143,10 @@ def test_a_job_without_data_is_refused(changed):
         recipe.parse(path, ["--config", str(path)])
 
 
-def launch(*arguments, launcher=True, timeout=240, **environment):
+def launch(*arguments, launcher=True, launch_config=None, timeout=240, **environment):
     command = [str(Path(sys.executable).with_name("accelerate")), "launch"] if launcher else [sys.executable]
+    if launch_config is not None:  # port 0: any that is free
+        command += ["--config_file", str(ROOT / "accelerate_configs" / launch_config), "--main_process_port", "0"]
     env = {**os.environ, "TQDM_DISABLE": "1", "COLUMNS": "110", **environment}
     return subprocess.run(
         [*command, str(SCRIPT), *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout
@@ -181,8 +183,10 @@ def test_trl_is_not_imported_before_the_hardware_check():
 @pytest.mark.slow
 def test_the_tiny_job_learns_and_its_table_says_what_happened(tmp_path):
     out = tmp_path / "run"
-    ended = launch("--config", str(TINY), "--max_steps", "12", "--conversations", "80", "--output_dir", str(out))
+    job = ("--config", str(TINY), "--max_steps", "12", "--conversations", "80", "--output_dir", str(out))
+    ended = launch(*job, launch_config="cpu.yaml")
     assert ended.returncode == 0, ended.stderr[-3000:]
+    assert "24,576 slots" in ended.stdout  # 12 steps of 1,024 on each of two processes
     for line in ("packing efficiency", "2-D padding", "real tokens / s", "step time", "isolation", "kernels FALLBACK"):
         assert line in ended.stdout
     assert (out / "model.safetensors").exists()

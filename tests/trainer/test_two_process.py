@@ -26,7 +26,7 @@ def one_process(tmp_path_factory):
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
 def test_two_ranks_train_as_one_process_with_accumulation_two(tmp_path, free_port, one_process, sharded):
-    ranks = run_two(tmp_path, free_port, sharded=sharded)
+    ranks = run_two(tmp_path, free_port, sharded=sharded, sent=sharded)
     assert "error" not in ranks[0], ranks[0]
     losses, eval_loss = one_process
     for said in ranks:

@@ -1,17 +1,16 @@
 """Where a model's weights come from: drawn as the model itself would, read once, or waited for."""
 
-import json
 import os
 from types import SimpleNamespace
 
 import pytest
 import torch
-from sharded_weights_run import rank_main, trained, write_model
 from support import tiny_hybrid, tiny_llama
 from transformers import AutoModelForCausalLM
 from trl import ModelConfig
 
-from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit import SpeedSFTConfig
+from hf_speedkit.core.errors import ConfigurationError, SpeedkitError
 from hf_speedkit.trainer import weights
 from hf_speedkit.trainer.weights import empty_model, load_model, random_model, receives_weights
 
@@ -132,29 +131,61 @@ def test_random_weights_cannot_be_quantized(tmp_path):
         load_model(ModelConfig(model_name_or_path=str(tmp_path), load_in_4bit=True), None, random_weights=True)
 
 
-@pytest.mark.two_process
-def test_two_sharded_ranks_train_from_the_weights_that_one_process_would_draw(tmp_path, free_port):
-    write_model(tmp_path)
-    context = torch.multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=rank_main, args=(rank, free_port, str(tmp_path))) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    alone = trained(tmp_path, accumulation=2, sharded=False, receives=False)
-    for process in ranks:
-        process.join(timeout=180)
-        assert process.exitcode == 0
-    said = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
-    for one in said:
-        assert "error" not in one, one["error"]
-        assert one["before"] == alone["before"]  # every weight, bit for bit
-        assert one["buffers"] == alone["buffers"]
-        assert one["losses"] == pytest.approx(alone["losses"], abs=1e-5)
-        assert one["optimizer_holds_all"]
-        layout, absent = one["refused"]
-        assert "different names, shapes or dtypes" in layout
-        assert "absent" in absent
-    assert said[0]["read"] == {"vectors_nan": False, "any_nan": False}
-    assert said[1]["read"]["vectors_nan"]
+def settings(path):
+    return SpeedSFTConfig(output_dir=str(path), use_cpu=True, bf16=False, tokens_per_batch=32, report_to="none", seed=3)
+
+
+def test_a_checkpoint_is_read_by_one_process_and_waited_for_by_the_others(tmp_path):
+    # Two sharded processes train from such a pair in test_two_process.py.
+    written = tiny_hybrid()
+    written.save_pretrained(tmp_path)
+    named = ModelConfig(model_name_or_path=str(tmp_path), dtype="float32")
+    read = load_model(named, settings(tmp_path), receives=False)
+    shell = load_model(named, settings(tmp_path), receives=True)
+    assert all(torch.equal(a, b) for a, b in zip(read.parameters(), written.parameters(), strict=True))
+    assert all(p.isnan().all() for p in shell.parameters() if p.dim() < 2)
+
+
+@pytest.mark.parametrize("config", ["", "config.json"], ids=["folder", "config.json"])
+def test_drawn_weights_need_a_config_and_follow_the_jobs_seed(tmp_path, config):
+    tiny_hybrid().config.save_pretrained(tmp_path)
+    named = ModelConfig(model_name_or_path=str(tmp_path / config), dtype="bfloat16", attn_implementation="eager")
+    model = load_model(named, settings(tmp_path), random_weights=True)
+    expected = random_model(tiny_hybrid().config, device="cpu", dtype=torch.bfloat16, seed=3)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored", "expected"), [("auto", "bfloat16", torch.bfloat16), ("float32", "bfloat16", torch.float32)]
+)
+def test_a_shell_has_the_dtype_that_rank_0_reads(tmp_path, dtype, stored, expected):
+    tiny_hybrid().to(getattr(torch, stored)).save_pretrained(tmp_path)
+    named = ModelConfig(model_name_or_path=str(tmp_path), dtype=dtype)
+    pair = [load_model(named, settings(tmp_path), receives=receives) for receives in (False, True)]
+    assert [{p.dtype for p in model.parameters()} for model in pair] == [{expected}] * 2
+
+
+@pytest.mark.parametrize("other", [{"dtype": torch.bfloat16}, {"dtype": torch.float32, "layers": 8}])
+def test_ranks_whose_models_differ_stop_before_anything_is_sent(monkeypatch, other):
+    import torch.distributed as dist
+
+    mine = tiny_hybrid()
+    dtype, layers = other["dtype"], other.get("layers", 4)
+    theirs = tiny_hybrid(layers=layers).to(dtype)
+
+    said = []  # what rank 0 said, and what each rank hears: rank 0's word and its own
+
+    def gather(slots, own):
+        said.append(own)
+        slots[:] = [said[0], own]
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    weights._refuse_other_layouts(mine)
+    with pytest.raises(SpeedkitError, match="different names, shapes or dtypes"):
+        weights._refuse_other_layouts(theirs)
 
 
 @pytest.mark.parametrize(("share", "fits"), [(1.0, True), (0.4, False)])

@@ -77,6 +77,11 @@ def rank_main(rank, port, path, options):
 
     torch.set_num_threads(1)
     said = {}
+    if options.pop("sent", False):  # rank 1 starts with an empty shell and gets its weights from rank 0
+        from hf_speedkit.trainer.weights import empty_model
+
+        options["plugin"] = {"cpu_ram_efficient_loading": True}
+        options["model"] = empty_model(tiny_hybrid().config, dtype=torch.float32) if rank else None
     try:
         trainer = build(path, accumulation=1, **options)
         trainer.train()
