@@ -54,6 +54,8 @@ def install(tmp_path):
 def install_kernels(tmp_path):
     import tomllib
 
+    install(tmp_path)
+
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {re.split(r"[<>=]", need)[0] for need in extras["kernels"]} == {"flash-linear-attention", "liger-kernel"}
     # Built from source: in an extra of its own, and in nobody else's.
@@ -91,6 +93,12 @@ def plan(tmp_path):
     assert "200 documents" in done.stdout
 
 
+def recipe(tmp_path):
+    done = run(f"hf-speedkit recipe qwen27b_sft --output {tmp_path}/job")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "job" / "recipes" / "qwen27b_sft.py").is_file()
+
+
 def trace(tmp_path):
     # tests/trainer/test_sft.py makes such a file; here one that was written by hand.
     assert run("hf-speedkit trace tests/data/trace_two_streams.json").returncode in (0, 1)
@@ -118,15 +126,19 @@ RUNS = {
     "make demo": make_demo,
     "make test": make_test,
     "accelerate launch recipes/qwen27b_sft.py": launch_the_real_job,
-    "pip install .": install,
     'pip install ".[kernels]"': install_kernels,  # needs a GPU: that it names what it should
     "hf-speedkit doctor Qwen/Qwen3.8-27B": doctor,
     "hf-speedkit plan Qwen/Qwen3.8-27B --gpus 2 --gpu h200": plan_memory,
     "hf-speedkit plan Qwen/Qwen3.8-27B HuggingFaceH4/ultrachat_200k --split train_sft --overlong truncate": plan,
+    "hf-speedkit recipe qwen27b_sft --output job": recipe,
     "hf-speedkit trace runs/mine/traces/trace_rank0_step20.json.gz": trace,
     "hf-speedkit report runs/mine --out report.html": report,
     next(command for command in COMMANDS if command.startswith("hf-speedkit bench")): bench,
 }
+
+
+def test_no_tested_command_left_the_readme():
+    assert set(RUNS) == set(COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 from hf_speedkit.core.bench_records import BenchResult, bench_result, is_bench, missing_provenance
-from hf_speedkit.core.bench_table import SPEED, BenchRow, Spread, by_workload, device_groups, rows
+from hf_speedkit.core.bench_table import SPEED, UTILIZATION, BenchRow, Spread, by_workload, device_groups, rows
 from hf_speedkit.core.errors import BenchError
 from hf_speedkit.core.plot import Scale, number, pixel, rounded_up, ticks
 
@@ -170,7 +170,10 @@ def _machine(result: BenchResult) -> str:
 
 
 def bars(results: Sequence[BenchResult]) -> str:
-    """Real tokens per second as an SVG picture: a group of bars for each workload, a line from least to most run."""
+    """Real tokens per second as an SVG picture: a group of bars for each workload, a line from least to most run.
+
+    A ring on each bar's line is GPU utilisation, 0 to 100 % over the same width: it says little about the bar.
+    """
     groups = by_workload(rows(results))
     top = rounded_up(1.02 * max((_high(row) for of in groups.values() for row in of), default=1.0))
     names = 20 + _LETTER_PX * max((len(row.name) for of in groups.values() for row in of), default=0)
@@ -188,9 +191,10 @@ def bars(results: Sequence[BenchResult]) -> str:
         f'<text x="{pixel(x(at))}" y="{pixel(y + 16)}" text-anchor="middle" fill="#5b6675">{number(at)}</text>'
         for at in ticks(0.0, top)
     ]
-    caption = (
-        f'<text x="{pixel(names)}" y="{pixel(y + 34)}" fill="#5b6675">real tokens per second, median of the runs</text>'
-    )
+    rings = any(UTILIZATION in row.values for of in groups.values() for row in of)
+    legend = "bars: real tokens per second, median of the runs"
+    legend += "; rings: GPU utilisation, 0 to 100 % over the same width" if rings else ""
+    caption = f'<text x="8" y="{pixel(y + 34)}" fill="#5b6675">{legend}</text>'
     height = pixel(y + 44)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
@@ -217,5 +221,11 @@ def _bar(row: BenchRow, x: Scale, y: float, fastest: float) -> list[str]:
     if spread is not None and spread.runs > 1:
         parts.append(f'<path d="M{pixel(x(spread.low))} {middle}H{pixel(x(spread.high))}" stroke="#1c2430"/>')
         end = max(end, x(spread.high))
-    parts.append(f'<text x="{pixel(end + 6)}" y="{pixel(y + 14)}"{weight}>{row.speed:,.0f}</text>')
+    utilization = row.values.get(UTILIZATION)
+    ring = x(x.low + utilization.median / 100 * (x.high - x.low)) if utilization is not None else None
+    # The number stands clear of the ring.
+    label = end + 6 if ring is None or not end - 8 < ring < end + 60 else max(end, ring + 6) + 6
+    parts.append(f'<text x="{pixel(label)}" y="{pixel(y + 14)}"{weight}>{row.speed:,.0f}</text>')
+    if ring is not None:
+        parts.append(f'<circle cx="{pixel(ring)}" cy="{middle}" r="5" fill="#fff" stroke="#d9780b" stroke-width="2"/>')
     return parts

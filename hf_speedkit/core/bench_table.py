@@ -9,6 +9,7 @@ from statistics import fmean, median
 from hf_speedkit.core.bench_records import BenchResult
 
 SPEED = "tokens_per_second"
+UTILIZATION = "gpu_utilization"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +156,7 @@ COLUMNS: Mapping[str, Callable[[BenchResult], float | None]] = {
     "startup_s": startup_s,
     "first_step_s": first_step_s,
     "peak_memory_gib": lambda result: result.peak_memory_gib,
-    "gpu_utilization": _gpu("utilization"),
+    UTILIZATION: _gpu("utilization"),
     "gpu_power_w": _gpu("power_w"),
     "gpu_sm_clock_mhz": _gpu("sm_clock_mhz"),
 }

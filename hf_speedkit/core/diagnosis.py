@@ -6,7 +6,7 @@ the device waits for), then causes. Thresholds live beside the rules with the me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from hf_speedkit.core import trace_causes as causes
 from hf_speedkit.core import trace_limits as limits
@@ -14,7 +14,9 @@ from hf_speedkit.core.records import Finding, Severity
 from hf_speedkit.core.trace_records import TraceSummary
 from hf_speedkit.core.trace_signals import Signals
 
-RULES: tuple[Callable[[Signals], Finding | None], ...] = (
+Rule = Callable[[Signals], Finding | None]
+
+RULES: tuple[Rule, ...] = (
     limits.unknown,
     limits.input_bound,
     limits.host_bound,
@@ -37,13 +39,14 @@ RULES: tuple[Callable[[Signals], Finding | None], ...] = (
 _WEIGHT = {Severity.PROBLEM: 0, Severity.WARNING: 1, Severity.NOTE: 2}
 
 
-def diagnose(subject: TraceSummary) -> tuple[Finding, ...]:
+def diagnose(subject: TraceSummary, *, rules: Iterable[Rule] = RULES) -> tuple[Finding, ...]:
     """What is wrong with a traced step, worst first; what limits it when nothing is.
 
     Args:
         subject: a trace, read by `summarize_trace`. Fields that are None are unknown and decide nothing; a summary
             with nothing but published totals (CPU time, device time, launches, some rows of table 1) is enough for
             a verdict.
+        rules: the table; one of your own goes behind it: (*RULES, mine).
 
     Returns:
         Findings by severity, then in the order of the table. Exactly one of them names the limit of the step, or
@@ -55,7 +58,7 @@ def diagnose(subject: TraceSummary) -> tuple[Finding, ...]:
     if not isinstance(subject, TraceSummary):
         raise TypeError(f"expected a TraceSummary, got {type(subject).__name__}")
     signals = Signals(subject)
-    found = [finding for finding in (rule(signals) for rule in RULES) if finding is not None]
+    found = [finding for finding in (rule(signals) for rule in rules) if finding is not None]
     if not any(finding.rule in limits.NAMES_A_LIMIT for finding in found):
         found.append(limits.device_bound(signals) if _busy(signals) else limits.unclear(signals))
     return tuple(sorted(found, key=lambda finding: _WEIGHT[finding.severity]))

@@ -111,7 +111,7 @@ class PackedBatchSampler(BatchRebalanceSampler):  # type: ignore[misc]
         return iter([list(slot[self.rank]) for slot in self.slots(self.epoch)])
 
     def slots(self, epoch: int) -> list[list[Pack]]:
-        """Every rank's micro-batches of an epoch: [micro_batches_per_epoch][world_size] packs of document indices."""
+        """Every rank's micro-batches of an epoch, `[micro_batches_per_epoch][world_size]` packs of document indices."""
         return deal_packs(
             self.plan(epoch).packs,
             self.lengths,

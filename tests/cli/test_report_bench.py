@@ -78,6 +78,17 @@ def test_the_picture_has_a_bar_for_each_row_as_long_as_its_speed(folder):
     assert any(one.text == "220" for one in drawing.findall(".//{*}text"))
 
 
+def test_a_ring_shows_utilization_over_the_width_of_the_picture():
+    def measured(name, percent):
+        return replace(bench(name=name), log=({"loss": 2.0, "speed/gpu_utilization": percent},))
+
+    drawing = ElementTree.fromstring(bars([measured("a", 50.0), measured("b", 100.0)]))
+    half, full = [float(one.get("cx")) for one in drawing.findall(".//{*}circle")]
+    begin = min(float(one.get("x")) for one in drawing.findall(".//{*}rect") if one.get("height") == "20")
+    assert half - begin == pytest.approx((full - begin) / 2, abs=0.2)
+    assert not ElementTree.fromstring(bars([bench()])).findall(".//{*}circle")
+
+
 def test_a_name_cannot_write_markup_into_the_picture():
     ElementTree.fromstring(bars([bench(name='<script>"&')]))
 
