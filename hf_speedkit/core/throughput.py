@@ -57,6 +57,11 @@ class JobWindow:
         """The steps that do not."""
         return total([self.later_excluded, *_where(self.early, self.warm_up, True)])
 
+    @property
+    def everything(self) -> StepSum:
+        """All of its steps."""
+        return total([self.steady, self.excluded])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hf_speedkit.core.rates import known_only, rates, ratio
 from hf_speedkit.core.records import GpuUsage, StepRecord, TokenCounts
 from hf_speedkit.core.step_parts import activity_metrics
-from hf_speedkit.core.stepsum import StepSum, rank_rows, total
+from hf_speedkit.core.stepsum import StepSum, rank_rows
 from hf_speedkit.core.throughput import JobWindow, Ledger, job_window
 
 
@@ -22,7 +22,7 @@ def window_metrics(
         peak_tflops: dense peak of one device for the training dtype.
         tensor_clock_mhz: SM clock at which that peak is stated.
     """
-    everything = total([window.steady, window.excluded])
+    everything = window.everything
     values: dict[str, float | None] = {
         **rates(window.steady, world_size=ledger.world_size, peak_tflops=peak_tflops),
         "speed/packing_efficiency": ratio(everything.tokens.real, everything.tokens.slots),

@@ -9,7 +9,7 @@ import torch
 
 from hf_speedkit.core.records import NO_TOKENS, GpuUsage, StepRecord, TokenCounts
 from hf_speedkit.core.step_parts import StepActivity, with_activity
-from hf_speedkit.core.stepsum import decode, encode, of_step, over_ranks, rank_rows
+from hf_speedkit.core.stepsum import StepSum, decode, encode, over_ranks, rank_rows
 from hf_speedkit.core.throughput import JobWindow, Ledger, job_window, mark_warm_up
 from hf_speedkit.measure.step_clock import StepTimes
 from hf_speedkit.trainer.mfu_inputs import FlopsInputs
@@ -106,12 +106,18 @@ class JobLedger:
         self.ledger = self.ledger.with_window(window)
         return mark_warm_up(records, window), window
 
-    def run_tokens_with(self, steps: Sequence[tuple[int, CountedStep]]) -> TokenCounts | None:
-        """The run's tokens with this rank's steps that were not entered yet. One all-gather; all ranks together."""
+    def before_a_checkpoint(self, steps: Sequence[tuple[int, CountedStep]]) -> tuple[TokenCounts | None, StepSum]:
+        """Look at this rank's steps that were not entered yet. One all-gather; all ranks together.
+
+        Returns:
+            The run's tokens with these steps (None where earlier sessions are unknown), and the steps over all ranks:
+            tokens, and which of them were not finite.
+        """
         tokens = NO_TOKENS
         for _number, counted in steps:
             tokens = tokens + counted.tokens
-        row = of_step(StepRecord(step=0, micro_batches=0, tokens=tokens, step_time_s=0.0))
-        ranks = [decode(vector)[0][0] for vector in gather_over_ranks(encode((row,)), self._device)]
+        bad = [number for number, counted in steps if counted.nonfinite]
+        mine = StepSum(steps=len(steps), tokens=tokens, nonfinite=len(bad), first_nonfinite=bad[0] if bad else None)
+        everything = over_ranks([decode(row)[0][0] for row in gather_over_ranks(encode((mine,)), self._device)])
         before = self.ledger.run_tokens
-        return None if before is None else before + over_ranks(ranks).tokens
+        return None if before is None else before + everything.tokens, everything

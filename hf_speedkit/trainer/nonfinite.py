@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hf_speedkit.core.errors import ConfigurationError, NonFiniteError
-from hf_speedkit.core.stepsum import total
-from hf_speedkit.core.throughput import JobWindow
+from hf_speedkit.core.stepsum import StepSum
 
 Mode = Literal["strict", "warn"]
 MODES = ("strict", "warn")
@@ -49,15 +48,14 @@ def checked_mode(mode: str) -> Mode:
     return mode  # type: ignore[return-value]
 
 
-def find_nonfinite(window: JobWindow, logs: Mapping[str, Any], step: int) -> NonFinite | None:
-    """What the window and the Trainer's own log say; None where all is finite.
+def find_nonfinite(everything: StepSum, logs: Mapping[str, Any], step: int) -> NonFinite | None:
+    """What the steps and the Trainer's own log say; None where all is finite.
 
     Args:
-        window: its steps, over all ranks.
+        everything: the steps, over all ranks.
         logs: what the Trainer is about to log.
         step: the logging step: the gradient norm in `logs` is this step's, the loss the window's mean.
     """
-    everything = total([window.steady, window.excluded])
     if everything.nonfinite:
         return NonFinite(steps=everything.nonfinite, of=everything.steps, first=everything.first_nonfinite)
     if not _finite(logs.get("grad_norm")):

@@ -214,7 +214,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
                 tensor_clock_mhz=self._inputs.tensor_clock_mhz,
             )
             found = self._report.nonfinite(window, metrics, logs, args, state)
-            if found is not None and self._nonfinite == "strict" and not args.fp16:
+            if found is not None and self._stops(args):
                 self._error = refusal(found, logs)
             self._report.window(records, metrics, logs, state)
             save_totals(state, self._job.ledger.run_tokens)
@@ -236,12 +236,12 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
         self._clock.settle()
         records, window = self._enter(last=True)
         self._report.end(records)
-        found = find_nonfinite(window, {}, state.global_step)
+        found = find_nonfinite(window.everything, {}, state.global_step)
         if found is not None:
             self._report.warn_once(found.sentence())
         self._stop_helpers()
         self._running = False
-        if found is not None and self._nonfinite == "strict" and not args.fp16:
+        if found is not None and self._stops(args):
             raise refusal(found, {})  # in the steps after the last log: what is saved next would be NaN
 
     def after_callbacks(
@@ -260,13 +260,21 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
             self._passed(_PAUSES.get(event, event), attached=True)
         if self._is_followed_by_save(event, args, control):
             # One host read and one all-gather, where a checkpoint is written.
-            save_totals(state, self._job.run_tokens_with(self._counter.peek()))
+            tokens, everything = self._job.before_a_checkpoint(self._counter.peek())
+            save_totals(state, tokens)
+            found = find_nonfinite(everything, {}, state.global_step)
+            if found is not None and self._stops(args):
+                self._stop_helpers()
+                raise refusal(found, {})  # weights that are NaN must push no good checkpoint out
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
     @property
     def _session_steps(self) -> int:
         return self._job.steps + self._counter.steps_waiting
+
+    def _stops(self, args: TrainingArguments) -> bool:
+        return self._nonfinite == "strict" and not args.fp16
 
     def _passed(self, event: str, *, attached: bool) -> None:
         """An event is through for every callback: told by the marker where there is one, else by this callback."""

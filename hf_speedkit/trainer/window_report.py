@@ -66,7 +66,7 @@ class WindowReport:
         state: TrainerState,
     ) -> NonFinite | None:
         """Count and name steps that are not finite, and keep the log from showing a loss that was not measured."""
-        found = find_nonfinite(window, logs, state.global_step)
+        found = find_nonfinite(window.everything, logs, state.global_step)
         if found is None:
             return None
         metrics["speed/nonfinite_steps"] = found.steps

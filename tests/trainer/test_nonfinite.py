@@ -53,6 +53,15 @@ def test_v30_strict_mode_ends_training_at_the_log_after_a_nan_step(tmp_path, att
         assert tracker.shown[-1]["speed/nonfinite_steps"] == 2  # the last row reached the trackers before the end
 
 
+def test_v30_a_nan_step_is_found_before_a_checkpoint_that_comes_without_a_log(tmp_path):
+    trainer = make_trainer(
+        tmp_path, kind=NanAt, max_steps=6, logging_steps=6, save_strategy="steps", save_steps=2, save_total_limit=1
+    )
+    with pytest.raises(NonFiniteError, match=r"2 of the last 4 steps .*the first was step 3"):
+        train(trainer, ThroughputCallback(nonfinite="strict"))
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]  # the good one is still there
+
+
 def test_v30_a_nan_step_after_the_last_log_ends_training_too(tmp_path, caplog):
     trainer = make_trainer(tmp_path, kind=NanAt, max_steps=3, logging_steps=2)
     with caplog.at_level(logging.WARNING), pytest.raises(NonFiniteError, match="the first was step 3"):
