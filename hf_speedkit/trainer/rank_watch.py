@@ -78,12 +78,13 @@ class RankWatch(TrainerCallback):  # type: ignore[misc]
         Raises:
             SpeedkitError: in place of an error that another rank's failure brought about, naming that rank.
         """
+        self._main = threading.get_ident()
+        self._stop.clear()  # a trainer may train more than once
+        self._first_step, self._heard, self._last_named = None, {}, None
+        self._begin(STARTING)
         if not self._connect():
             yield
             return
-        self._main = threading.get_ident()
-        self._since = time.monotonic()
-        self._say()
         thread = threading.Thread(target=self._watch, name="hf_speedkit ranks", daemon=True)
         thread.start()
         try:
@@ -166,6 +167,7 @@ class RankWatch(TrainerCallback):  # type: ignore[misc]
             self._store = dist.PrefixStore(  # type: ignore[attr-defined]
                 f"hf_speedkit/{attempt}/{number}", store
             )
+            self._say()
         except (RuntimeError, ValueError) as error:  # DistStoreError is a RuntimeError
             logger.warning("stuck ranks cannot be named: no connection to %s:%s (%s)", address, port, error)
             return False

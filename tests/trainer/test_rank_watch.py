@@ -100,6 +100,18 @@ def test_one_rank_speaks_and_ends_only_after_the_timeout(watch_of, caplog, capsy
     assert capsys.readouterr().err.count("2 of 3 ranks have waited 601 s for rank 0, so the run ends") == 1
 
 
+def test_a_second_training_is_watched_like_the_first(monkeypatch):
+    watch = RankWatch(1)
+    watch._store, watch._ranks = dist.HashStore(), 2
+    monkeypatch.setattr(watch, "_connect", lambda: True)
+    for _ in range(2):
+        before = watch._sent
+        with watch.running():
+            assert watch._part() == "start-up checks"
+            time.sleep(0.45)  # beats come every 0.1 s
+        assert watch._sent > before + 1
+
+
 def test_a_rank_that_writes_a_checkpoint_does_not_end_the_run(watch_of):
     watches = [watch_of(rank) for rank in range(3)]
     watches[0]._control.should_save = True
