@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 class SafeCheckpoints(StreamedBatches):
     """SFTTrainer whose checkpoints are atomic, verified on resume, and written when the job is told to end."""
 
+    throughput: Any = None
     _unfinished: Path | None = None
     _push_wanted = False
 
@@ -223,8 +224,12 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Save and stop where any rank was told to, at the same step on all of them."""
-        signal = self._trainer.stop_signal
-        if state.global_step < state.max_steps and signal.agreed(meets_anyway=control.should_log):
+        signal, throughput = self._trainer.stop_signal, self._trainer.throughput
+        if state.global_step >= state.max_steps:
+            return
+        with nullcontext() if throughput is None else throughput.waiting():
+            stop = signal.agreed(meets_anyway=control.should_log)
+        if stop:
             signal.note_stop()
             # Evaluation would take of the time until the process is killed.
             control.should_save, control.should_log, control.should_evaluate = True, True, False

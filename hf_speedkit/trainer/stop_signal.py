@@ -42,8 +42,9 @@ class StopSignal:
         """The signal that this process got."""
         self.stopped_by: str | None = None
         """What ended training; set on all ranks at the same step."""
+        self._wanted = False
         self._flags: torch.Tensor | None = None
-        self._arrived: torch.cuda.Event | None = None
+        self._arrived: Any = None
 
     @contextmanager
     def installed(self, wanted: bool = True) -> Iterator[None]:
@@ -52,6 +53,8 @@ class StopSignal:
         A repeated signal changes nothing: torchrun and Slurm may both deliver one.
         """
         self.received = self.stopped_by = self._flags = self._arrived = None
+        # From the settings alone: all ranks must agree on what their numbers carry.
+        self._wanted = wanted and bool(self._numbers)
         # Python allows handlers in the main thread only.
         main_thread = threading.current_thread() is threading.main_thread()
         numbers = self._numbers if wanted and main_thread else []
@@ -61,6 +64,7 @@ class StopSignal:
         try:
             yield
         finally:
+            self._wanted = False
             for number in free:
                 signal.signal(number, signal.SIG_DFL)
 
@@ -85,10 +89,10 @@ class StopSignal:
         Trainer (5.23, trainer.py:2342) sums what it gathers at once and divides it, and offers no hook between; so the
         instance's `gather` is wrapped for the time of that call.
         """
-        if accelerator.num_processes == 1 or not self._numbers:
+        if accelerator.num_processes == 1 or not self._wanted:
             yield
             return
-        original = accelerator.gather
+        original, own = accelerator.gather, vars(accelerator).get("gather")
 
         def gather(counts: torch.Tensor) -> torch.Tensor:
             flag = 0 if self.received is None else 1 << _FLAG_BIT
@@ -101,6 +105,8 @@ class StopSignal:
             yield
         finally:
             del accelerator.gather  # the class's method shows again
+            if own is not None:
+                accelerator.gather = own
 
     def _keep(self, flags: torch.Tensor) -> None:
         """Send the flags to the host without waiting for them."""
@@ -119,18 +125,19 @@ class StopSignal:
                 nothing is exchanged in every step: `average_tokens_across_devices=False`, or a model that takes no
                 loss arguments.
 
-        Cost: on a GPU the host waits until the device has begun this step, while the whole step is queued behind: the
-        device does not run dry. It waits at all only where it is more than a step ahead.
+        Cost: on a GPU the host waits until the device has begun this step, of which all is queued then: the device does
+        not run dry. Where a step starts more than about 1,000 kernels there is nothing to wait for, since a host cannot
+        get further ahead than that. Call it inside `StepClock.waiting`.
         """
         import torch.distributed as dist
 
-        if not self._numbers:
+        if not self._wanted:
             return False
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return self.received is not None
         if self._flags is not None:
-            if self._arrived is not None:
-                self._arrived.synchronize()  # see "Cost"
+            if self._arrived is not None and not self._arrived.query():
+                self._arrived.synchronize()  # see "Cost"; not every rank may have the answer, so none goes on without
             return bool(self._flags.numpy() > 0)  # host memory: nothing is read from the device
         if not meets_anyway:
             return False

@@ -22,7 +22,7 @@ from hf_speedkit import SpeedSFTTrainer
 from hf_speedkit.core.errors import CheckpointError, ConfigurationError, PackingError
 from hf_speedkit.trainer.checkpoint_files import MANIFEST_NAME, read_manifest
 from hf_speedkit.trainer.checkpoint_folder import UNFINISHED_NAME, clean_leftovers, rotate
-from hf_speedkit.trainer.resume import Reader, settle_resume
+from hf_speedkit.trainer.resume import Reader, check_kind, settle_resume
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -144,6 +144,15 @@ def test_a_checkpoint_that_transformers_wrote_is_taken_if_it_looks_whole(copy, c
     with caplog.at_level(logging.WARNING, logger="hf_speedkit"):
         assert settle_resume(True, copy, Reader()) == str(copy / f"checkpoint-{step}")
     assert "has no manifest" in caplog.text
+
+
+def test_whole_weights_are_refused_by_a_sharded_run_with_a_way_on(copy):
+    check_kind(copy / "checkpoint-4", fsdp=False)
+    with pytest.raises(ConfigurationError, match="without FSDP") as refused:
+        check_kind(copy / "checkpoint-4", fsdp=True)
+    assert "start a new run from its weights" in str(refused.value)
+    (copy / "checkpoint-4" / "pytorch_model_fsdp_0").mkdir()
+    check_kind(copy / "checkpoint-4", fsdp=True)
 
 
 def test_a_checkpoint_that_was_being_replaced_gets_its_name_back(copy):
