@@ -62,7 +62,7 @@ def rows():
     """The environments: every Python with CI's pins, then the lowest and the newest versions of the stack."""
     pins = tuple(line for line in PINNED.read_text(encoding="utf-8").splitlines() if "==" in line)
     found = [Row(f"python{version}", version, pins) for version in PYTHONS]
-    # The rest as pip chooses: CI's pins are of today, and datasets 4.4 asks for an older dill.
+    # The rest as pip chooses: CI's pins are of today, and an older datasets asks for an older dill.
     found.append(Row("lowest", PYTHONS[0], tuple(f"{name}=={low}" for name, low in lower_bounds().items())))
     # As `pip install hf-speedkit` would choose today: nothing is pinned.
     found.append(Row("newest", PYTHONS[-1], ()))

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -33,7 +34,7 @@ def print_memory(memory: Mapping[str, Any]) -> None:
 
 def print_plan(result: Mapping[str, Any], lengths: Sequence[int]) -> None:
     """Print the length table, the plot, the ways to batch, and what ranks wait for one another."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False)
     settings, documents = result["settings"], result["documents"]
     console.print(
         f"{documents['documents']:,} documents, {documents['tokens']:,} tokens"
@@ -44,20 +45,30 @@ def print_plan(result: Mapping[str, Any], lengths: Sequence[int]) -> None:
         for line in histogram(lengths):
             console.print(Text(line))
     if documents["overlong"]:
-        console.print(
+        _say(
+            console,
             f"{documents['overlong']:,} documents are longer than a row of {settings['tokens_per_batch']:,} slots "
-            f"({documents['overlong_tokens_beyond']:,} tokens beyond it); overlong={settings['overlong']}"
+            f"({documents['overlong_tokens_beyond']:,} tokens beyond it); overlong={settings['overlong']}",
         )
     for finding in result["findings"]:
-        console.print(Text(printable(finding), style="yellow"))
+        _say(console, printable(finding), style="yellow")
     if result["batchings"]:
         _batchings(console, result["batchings"], settings)
     if result["stragglers"] is not None:
-        console.print(result["stragglers"]["sentence"])
+        _say(console, result["stragglers"]["sentence"])
     elif result["error"] is None:
-        console.print("waiting of ranks for one another: not known without a model config of a known family")
+        _say(console, "waiting of ranks for one another: not known without a model config of a known family")
     if result["error"] is not None:
-        console.print(Text("\n".join(map(printable, result["error"].splitlines())), style="bold red"))
+        for line in result["error"].splitlines():
+            _say(console, printable(line), style="bold red")
+
+
+def _say(console: Console, text: str, *, style: str = "") -> None:
+    """One sentence, wrapped between words at the terminal's width; a command in it stays in one piece."""
+    for line in textwrap.wrap(
+        text, console.width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    ):
+        console.print(Text(line, style=style), soft_wrap=True)
 
 
 def histogram(lengths: Sequence[int], bins: int = _BINS) -> list[str]:
@@ -78,7 +89,7 @@ def histogram(lengths: Sequence[int], bins: int = _BINS) -> list[str]:
 
 
 def _lengths(console: Console, documents: Mapping[str, Any]) -> None:
-    table = Table(title="tokens per document", title_justify="left")
+    table = Table(title="tokens per document", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("mean", justify="right")
     names = {"0": "shortest", "0.5": "median", "1": "longest"}
     for quantile in documents["quantiles"]:
@@ -92,9 +103,10 @@ def _batchings(console: Console, batchings: Sequence[Mapping[str, Any]], setting
         title=f"rows of {settings['tokens_per_batch']:,} slots on {settings['ranks']} ranks, "
         f"accumulation {settings['accumulation']}",
         title_justify="left",
+        box=box.SIMPLE_HEAD,  # fits into 80 columns
     )
-    table.add_column("batching")
-    for heading in ("batches", "fewer than 2-D", "full", "steps per epoch", f"steps in {settings['epochs']}"):
+    table.add_column("batching", no_wrap=True)
+    for heading in ("batches", "fewer", "full", "steps/epoch", f"steps in {settings['epochs']}"):
         table.add_column(heading, justify="right")
     padded = batchings[0]["batches"]
     for way in batchings:
