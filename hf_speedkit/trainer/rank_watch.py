@@ -268,7 +268,10 @@ class RankWatch(TrainerCallback):  # type: ignore[misc]
     def _end(self, failure: dict[str, Any]) -> None:
         """End this process, after a while in which it may end by itself: by its own error, or the launcher's signal."""
         if failure["stuck"]:
-            _record(SpeedkitError(failure["text"]))
+            try:
+                raise SpeedkitError(failure["text"]) from None
+            except SpeedkitError as error:
+                _record(error)
         else:
             logger.error("%s; this rank ends too", failure["text"])
             if self._stop.wait(_LEFT_TO_END_S):
@@ -327,11 +330,8 @@ def _of_the_connection(error: BaseException) -> bool:
 
 
 def _record(error: BaseException) -> None:
-    """Leave the error where torchrun's summary shows it."""
+    """Leave the error being handled where torchrun's summary shows it."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    try:
-        raise error  # it writes down the traceback of the exception being handled
-    except BaseException as handled:  # noqa: BLE001 - it goes on to where it was raised first
-        with contextlib.suppress(OSError):
-            get_error_handler().record_exception(handled)
+    with contextlib.suppress(OSError):
+        get_error_handler().record_exception(error)
