@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -117,17 +118,26 @@ def told_to_stop(rank, path):
     except Exception as error:
         yield "failed", f"{type(error).__name__}: {error}"
 
+    if importlib.util.find_spec("peft") is not None:
+        yield from adapters(path / "adapters")
 
-def adapters(rank, path):
-    """A run, the same one resumed at 2, and its adapters; for test_checkpoint_adapters.py."""
-    from test_checkpoint_adapters import adapted
 
+def adapted(path, **changes):
+    import peft
+    from support import tiny_llama
+
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return build(path, model=tiny_llama(), peft_config=config, max_steps=4, save_steps=2, learning_rate=1e-2, **changes)
+
+
+def adapters(path):
+    """A run of adapters, and the same one resumed at 2."""
     whole = adapted(path / "run", sharded=True)
     whole.train()
-    yield "losses", losses(whole)
+    yield "adapters", losses(whole)
     resumed = adapted(path / "run", sharded=True, allow_existing_output=True)
     resumed.train(resume_from_checkpoint=str(path / "run" / "checkpoint-2"))
-    yield "resumed", losses(resumed)
+    yield "adapters_resumed", losses(resumed)
     resumed.save_model(str(path / "run" / "final"))
 
 

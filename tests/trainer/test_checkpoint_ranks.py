@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 import torch.multiprocessing as mp
-from checkpoint_run import STEPS, build, losses, rank_main
+from checkpoint_run import STEPS, adapted, build, losses, rank_main
+from support import tiny_hybrid, tiny_llama
 from test_sft import Recorder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -71,8 +72,6 @@ def test_ranks_that_exchange_nothing_in_a_step_stop_where_they_log(stopped):
 
 
 def test_v40_v42_two_ranks_go_on_as_if_they_had_not_been_stopped(stopped, tmp_path):
-    from support import tiny_hybrid
-
     _, ranks = stopped
     model = tiny_hybrid(tie_word_embeddings=True)
     alone = build(tmp_path, save_strategy="no", max_steps=8, gradient_accumulation_steps=2, model=model)
@@ -108,3 +107,21 @@ def test_a_rank_that_fails_inside_a_save_stops_both_and_leaves_no_checkpoint(sto
     assert ranks[1]["failed"] == "OSError: planted"
     assert "rank 1 of 2" in ranks[0]["failed"]
     assert not list((path / "failing").glob("checkpoint-*"))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_sharded_adapters_go_on_on_two_processes_or_one(stopped, tmp_path):
+    peft = pytest.importorskip("peft")
+    said, run = stopped[1][0], stopped[0] / "adapters" / "run"
+    assert read_manifest(run / "checkpoint-2").world_size == 2
+    assert said["adapters_resumed"] == pytest.approx(said["adapters"], abs=1e-6)
+    alone = adapted(run, gradient_accumulation_steps=2, allow_existing_output=True, save_strategy="no")
+    alone.train(resume_from_checkpoint=str(run / "checkpoint-2"))
+    assert {str(step): loss for step, loss in losses(alone).items()} == pytest.approx(said["adapters"], abs=1e-4)
+    export_checkpoint(run / "checkpoint-4", tmp_path / "exported")
+    states = [
+        peft.PeftModel.from_pretrained(tiny_llama(), path).state_dict()
+        for path in (run / "final", tmp_path / "exported")
+    ]
+    assert all((states[0][key] == value).all() for key, value in states[1].items())
+    assert any("lora_B" in key and value.any() for key, value in states[1].items())
