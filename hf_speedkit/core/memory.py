@@ -76,18 +76,18 @@ def devices_needed(state: TrainingState, memory_gib: float) -> int:
     return math.ceil(state.total / (memory_gib * GIB))
 
 
-def memory_to_spare(total: int, *, others: int, allocated: int, reserved: int) -> int:
+def memory_to_spare(total: int, *, others: int, reserved: int) -> int:
     """Bytes of a device that further activations may take beyond a measured peak; may be negative.
 
-    Half of what the allocator holds without using it is counted as usable: it is there, but in pieces. Four hundredths
-    of the device stay free for libraries that allocate by themselves.
+    What the allocator holds without using it is not counted on: it is there, but in pieces. Four hundredths of the
+    device stay free for libraries that allocate by themselves.
 
     Args:
         total: bytes of the device.
         others: bytes that are taken outside the allocator (context, communication buffers, other processes).
-        allocated, reserved: peaks of what tensors take and of what the allocator holds, in bytes.
+        reserved: peak of what the allocator holds, in bytes.
     """
-    return total - total // 25 - others - (allocated + reserved) // 2
+    return total - total // 25 - others - reserved
 
 
 def layers_that_fit(kept: list[int], spare: int) -> int:

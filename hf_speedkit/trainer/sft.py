@@ -270,7 +270,7 @@ class SpeedSFTTrainer(FastUpdates, SafeCheckpoints):
             loss=loss_summary(self.state.log_history, after_step=self.startup.resumed_at),
             kernels=self.startup.kernels,
             isolation=self.startup.isolation,
-            changed_layers=self._changed_layers,
+            changed_layers=self._changed_layers + tuple(filter(None, [self.recompute.line()])),
             startup_s=dict(self.startup.seconds),
             resumed_at=self.startup.resumed_at,
             traces=() if self.trace is None else tuple(map(str, self.trace.files)),

@@ -8,7 +8,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.core.memory import GIB, layers_that_fit, memory_to_spare
-from hf_speedkit.trainer.recompute import RecomputeChoice, checkpointed_layers
+from hf_speedkit.trainer.recompute import checkpointed_layers
 
 
 def forwards_in_a_step(path, **changes):
@@ -77,9 +77,14 @@ def test_without_checkpointing_there_is_nothing_to_choose(tmp_path):
     assert (trainer.recompute.total, trainer.recompute.checkpointed) == (0, 0)
 
 
-def test_padded_rows_are_never_measured():
-    assert not RecomputeChoice("auto", packed=False).measures
-    assert RecomputeChoice("auto", packed=True).measures
+def test_padded_rows_are_never_measured(tmp_path):
+    def memory(device):
+        raise AssertionError("looked at")
+
+    trainer = trainer_for(tmp_path, packing=False, activation_checkpointing=True, max_steps=1)
+    trainer.recompute._memory_of = memory
+    trainer.train()
+    assert trainer.recompute.checkpointed == 4
 
 
 @pytest.mark.parametrize(
@@ -91,9 +96,66 @@ def test_as_many_layers_as_fit_keep_their_activations(kept, spare, expected):
     assert layers_that_fit(kept, spare) == expected
 
 
-def test_memory_to_spare_leaves_a_margin_and_counts_half_of_an_unused_reserve():
-    spare = memory_to_spare(100 * GIB, others=2 * GIB, allocated=50 * GIB, reserved=60 * GIB)
-    assert spare == 39 * GIB
+def test_memory_to_spare_leaves_a_margin_and_does_not_count_on_an_unused_reserve():
+    assert memory_to_spare(100 * GIB, others=2 * GIB, reserved=60 * GIB) == 34 * GIB
+
+
+class FakeMemory:
+    """A GPU of 100 bytes: tensors take what they are said to, and memory is searched for while more than fits is kept.
+
+    Args:
+        trainer: whose layers take memory. kept: bytes of one layer. fits: layers that really fit.
+    """
+
+    def __init__(self, trainer, *, kept, reserved, fits):
+        self.trainer, self.kept, self.reserved, self.fits = trainer, kept, reserved, fits
+        self.now = self.found = self.emptied = 0
+
+    def allocated(self):
+        self.now += self.kept  # called before a layer's forward pass and after it
+        return self.now
+
+    def reset_peak(self):
+        self.found = 0
+
+    def peak_reserved(self):
+        return self.reserved
+
+    def total(self):
+        return 100
+
+    def others(self):
+        return 6
+
+    def searches(self):
+        choice = self.trainer.recompute
+        self.found += choice.total - choice.checkpointed > self.fits
+        return self.found
+
+    def give_back_cache(self):
+        self.emptied += 1
+
+
+@pytest.mark.parametrize(
+    ("reserved", "kept", "fits", "expected"),
+    [
+        (40, 10, 4, 0),  # 100 - 4 - 6 - 40 = 50 bytes: room for five layers, and there are four
+        (65, 10, 4, 2),  # 25 bytes: room for two
+        (95, 10, 4, 4),
+        (40, 10, 1, 3),  # the choice was wrong: four left alone, then two, then one
+        (40, 10, 0, 4),
+    ],
+)
+def test_auto_measures_chooses_and_corrects_itself(tmp_path, reserved, kept, fits, expected):
+    trainer = trainer_for(tmp_path, activation_checkpointing=True, max_steps=12, num_train_epochs=20)
+    memory = FakeMemory(trainer, kept=kept, reserved=reserved, fits=fits)
+    trainer.recompute._memory_of = lambda device: memory
+    trainer.train()
+    assert set(trainer.recompute.kept_bytes.values()) == {kept}
+    assert trainer.recompute.checkpointed == expected
+    assert trainer.recompute.line() == f"activation checkpointing: {expected} of 4 layers"
+    assert memory.emptied >= 1
+    assert trainer.recompute.line() in trainer.summary().changed_layers
 
 
 @pytest.mark.gpu
@@ -104,4 +166,4 @@ def test_auto_leaves_every_layer_of_a_small_model_alone_on_a_gpu(tmp_path):
     )
     trainer.train()
     assert (trainer.recompute.total, trainer.recompute.checkpointed) == (4, 0)
-    assert all(size > 0 for size in trainer.recompute._kept_bytes.values())
+    assert all(size > 0 for size in trainer.recompute.kept_bytes.values())
