@@ -13,7 +13,9 @@ import yaml
 import hf_speedkit
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "recipes").rglob("*.md")])
+PAGES = sorted(
+    page for place in ("*.md", "docs/*.md", "examples/*.md", "recipes/**/*.md") for page in ROOT.glob(place)
+)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 

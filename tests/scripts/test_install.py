@@ -99,7 +99,7 @@ def constraints(tmp_path) -> Path:
 
 @pytest.fixture
 def bring_up(install, machine, constraints):
-    def bring_up(*, extras="demo", system="Linux", has_gpu=False, torch_index=None) -> None:
+    def bring_up(*, extras="demo", system="Linux", has_gpu=False, torch_index=None, package=None) -> None:
         install.Installer(
             venv=machine.venv,
             extras=extras,
@@ -108,9 +108,17 @@ def bring_up(install, machine, constraints):
             has_gpu=has_gpu,
             torch_index=torch_index,
             run=machine.run,
+            package=package,
         ).install()
 
     return bring_up
+
+
+def test_a_wheel_is_installed_in_place_of_the_checkout(machine, bring_up):
+    bring_up(extras="lora", package="dist/made.whl")
+    packages = machine.commands[-1]
+    assert packages[-1] == "dist/made.whl[lora]"
+    assert "-e" not in packages
 
 
 def test_linux_without_a_gpu_takes_torch_from_the_cpu_index_where_pip_would_choose_cuda(machine, bring_up, constraints):
