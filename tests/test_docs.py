@@ -13,9 +13,7 @@ import yaml
 import hf_speedkit
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted(
-    page for place in ("*.md", "docs/*.md", "examples/*.md", "recipes/**/*.md") for page in ROOT.glob(place)
-)
+PAGES = sorted(page for place in ("*.md", "docs/*.md", "examples/*.md", "recipes/**/*.md") for page in ROOT.glob(place))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
