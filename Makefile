@@ -47,7 +47,7 @@ bench-smoke: install-dev ## The ladder's code path on a CPU with toy models (und
 	$(BIN)/hf-speedkit report runs/bench_smoke
 	$(BIN)/hf-speedkit report runs/bench_smoke --out runs/bench_smoke/ladder.svg
 
-RESULTS = benchmarks/results/first_look
+RESULTS = benchmarks/results/ladder
 bench-table: ## Rewrite README's table and picture from the committed results
 	$(BIN)/hf-speedkit report $(RESULTS) --out README.md
 	$(BIN)/hf-speedkit report $(RESULTS) --out docs/ladder.svg
