@@ -123,13 +123,27 @@ def pytest(python, arguments):
     """Run the tests; gives the exit code and pytest's closing line."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     kept |= {"OMP_NUM_THREADS": "1", "PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"}
-    command = [str(python), "-m", "pytest", "-n", "2", "--dist", "worksteal", "-p", "no:cacheprovider", *arguments]
+    command = [
+        str(python),
+        "-m",
+        "pytest",
+        "-n",
+        "2",
+        "--dist",
+        "worksteal",
+        "-rfE",
+        "-p",
+        "no:cacheprovider",
+        *arguments,
+    ]
     done = subprocess.Popen(command, cwd=ROOT, env=kept, stdout=subprocess.PIPE, text=True)
     last = ""
     for line in done.stdout:
         print(line, end="", flush=True)
         last = line.strip("= \n") or last
-    return done.wait(), re.sub(r" in [\d.]+s.*", "", last)
+    code = done.wait()
+    closing = re.search(r"\d+ (passed|failed|error).*?(?= in [\d.]+s)", last)
+    return code, closing[0] if closing else f"ended without a result, exit {code}"
 
 
 def table(outcomes, what):

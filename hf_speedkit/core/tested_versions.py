@@ -17,7 +17,7 @@ TESTED: Mapping[str, tuple[str, str]] = MappingProxyType(
         "transformers": ("5.23", "5.24"),
         "trl": ("1.16", "1.16"),
         "accelerate": ("1.15", "1.15"),
-        "datasets": ("4.7", "5.2"),
+        "datasets": ("5.1", "5.2"),
     }
 )
 """Lowest and highest release tested, as major.minor: a patch release of either is inside."""

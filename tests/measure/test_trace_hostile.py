@@ -150,7 +150,7 @@ def test_a_bomb_is_stopped_at_the_limit_with_the_way_to_go_on(tmp_path):
         '{"ph":"X","cat":"kernel","name":"k","pid":0,"tid":7,"ts":' + "9" * 5000 + ',"dur":1}',
         '{"ph":"X","cat":"kernel","name":"un"escaped","ts":1,"dur":1}',
         '{"ph":"X","cat":"kernel","name":"C:\\Users\\x","ts":1,"dur":1}',
-        '{"ph":"X","cat":"kernel","args":' + "[" * 5000 + "]" * 5000 + "}",
+        '{"ph":"X","cat":"kernel","args":' + "[" * 100_000 + "]" * 100_000 + "}",
         "nonsense",
         "[1, 2]",
     ],
