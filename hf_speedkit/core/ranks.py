@@ -10,6 +10,7 @@ from hf_speedkit.core.records import to_json
 
 SAVING = "writing a checkpoint"
 STARTING = "start-up checks"
+FINISHING = "finishing the run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,8 @@ class Missing:
         ranks: their numbers; empty where none stands out.
         message: who waits for whom, in one sentence.
         evidence: one line for each missing rank, and one for a rank that waits.
-        may_end: whether ending the run loses nothing: every rank has done its first step and none writes a checkpoint.
+        may_end: whether ending the run loses nothing: every rank has done its first step, none writes a checkpoint and
+            none is through with training (the last upload takes as long as it takes).
     """
 
     ranks: tuple[int, ...]
@@ -103,7 +105,7 @@ def missing_ranks(beats: Sequence[Beat], *, silent: Collection[int] = ()) -> Mis
         ranks=tuple(beat.rank for beat in behind),
         message=_message(behind, waiting, slowest.still_s, silent),
         evidence=tuple(beat.sentence() for beat in (*behind[:4], slowest)),
-        may_end=all(beat.warm and beat.doing != SAVING for beat in beats),
+        may_end=all(beat.warm and beat.doing not in (SAVING, FINISHING) for beat in beats),
     )
 
 

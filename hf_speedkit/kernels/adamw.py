@@ -37,6 +37,19 @@ class FusedAdamW(torch.optim.AdamW):
         self._scale: torch.Tensor | None = None
         self._kernel_takes_tensors: bool | None = None
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also a state that another AdamW has saved: its groups say `fused` is off, and its steps lie on the host."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for group in self.param_groups:
+            group["fused"], group["foreach"] = True, False
+            for param in group["params"]:
+                held = self.state.get(param, {})
+                if "step" in held:
+                    held["step"] = held["step"].to(device=param.device, dtype=torch.float32)
+                for name in ("exp_avg", "exp_avg_sq"):
+                    if name in held and not _local(held[name]).is_contiguous() and _local(param).is_contiguous():
+                        held[name] = held[name].contiguous()
+
     @torch.no_grad()
     def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
         """Total gradient norm over all ranks; the next `step` scales gradients so that it is at most `max_norm`.

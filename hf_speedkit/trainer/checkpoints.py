@@ -172,6 +172,19 @@ class SafeCheckpoints(StreamedBatches):
         if self.args.push_to_hub:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's end, which with save_total_limit=1 deletes all but the best checkpoint (5.23, trainer.py:2023).
+
+        Of a run that was told to stop the last one stays: it is what the run goes on from.
+        """
+        limit = self.args.save_total_limit
+        if self.stopped_by is not None:
+            self.args.save_total_limit = None
+        try:
+            return super()._finalize_training(*args, **kwargs)
+        finally:
+            self.args.save_total_limit = limit
+
     # ---- resuming ---------------------------------------------------------------------------------------------------
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_speedkit.core.errors import ConfigurationError, SpeedkitError
-from hf_speedkit.core.ranks import SAVING, STARTING, Beat, Missing, missing_ranks
+from hf_speedkit.core.ranks import FINISHING, SAVING, STARTING, Beat, Missing, missing_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,9 @@ class RankWatch(TrainerCallback):  # type: ignore[misc]
             return self._doing
         if self._control.should_evaluate:
             return "evaluating"
-        return SAVING if self._control.should_save else _LOADING
+        if self._control.should_save:
+            return SAVING
+        return FINISHING if self._control.should_training_stop else _LOADING
 
     # The thread.
 
@@ -180,7 +182,9 @@ class RankWatch(TrainerCallback):  # type: ignore[misc]
                 if self._store.check([_FAILED]):
                     self._end(json.loads(self._store.get(_FAILED)))
                     return
-                if self._timeout_s and self._still_s() >= self._named_after_s:
+                # After the last step no rank waits for another: one may upload for an hour that the others have left.
+                late = self._timeout_s and self._still_s() >= self._named_after_s
+                if late and self._part() != FINISHING:
                     self._look()
             except RuntimeError as error:
                 # The launcher ended, and its store with it: nothing is left to watch.

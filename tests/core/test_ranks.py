@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_speedkit.core.ranks import SAVING, Beat, missing_ranks
+from hf_speedkit.core.ranks import FINISHING, SAVING, Beat, missing_ranks
 
 ALL_REDUCE = "torch/distributed/distributed_c10d.py:2901 all_reduce"
 
@@ -54,7 +54,11 @@ def test_where_all_are_alike_nobody_is_blamed(waits):
     assert "none of the 4 stands out" in missing.message
 
 
-@pytest.mark.parametrize("change", [{"doing": SAVING}, {"warm": False}], ids=["a checkpoint", "the first step"])
+@pytest.mark.parametrize(
+    "change",
+    [{"doing": SAVING}, {"doing": FINISHING}, {"warm": False}],
+    ids=["a checkpoint", "the end", "the first step"],
+)
 def test_a_run_is_not_ended_during(change):
     assert not missing_ranks([beat(0), behind(1, **change)]).may_end
     assert not missing_ranks([beat(0, **change), behind(1)]).may_end

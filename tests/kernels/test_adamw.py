@@ -69,6 +69,40 @@ def test_an_infinite_limit_only_measures():
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("settings", [{}, {"foreach": True}, {"foreach": False}, {"amsgrad": True}], ids=str)
+def test_the_state_of_an_adamw_that_is_not_fused_is_taken_over(settings):
+    """Such a state says fused=None for its groups and holds its steps on the host: no kernel of ours can read them."""
+    ours, theirs = model_pair()
+    stock = torch.optim.AdamW(theirs.parameters(), lr=1e-2, **settings)
+    give_gradients(theirs, 0, 1.0)
+    stock.step()
+    ours.load_state_dict(theirs.state_dict())
+    mine = FusedAdamW(ours.parameters(), lr=1e-2)
+    mine.load_state_dict(copy.deepcopy(stock.state_dict()))
+    assert all(group["fused"] and not group["foreach"] for group in mine.param_groups)
+    for model in (ours, theirs):
+        give_gradients(model, 1, 10.0)
+    mine.clip_grad_norm_(ours.parameters(), 1.0)
+    torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+    mine.step()
+    stock.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_steps_saved_on_the_host_are_moved_to_it():
+    weight = torch.nn.Parameter(torch.randn(64, device="cuda"))
+    stock = torch.optim.AdamW([weight], lr=1e-2)
+    weight.grad = torch.randn_like(weight)
+    stock.step()
+    mine = FusedAdamW([weight], lr=1e-2)
+    mine.load_state_dict(stock.state_dict())
+    mine.step()
+    assert mine.state[weight]["step"].device == weight.device
+    assert mine.state[weight]["step"].item() == 2
+
+
 def test_its_state_is_torchs_and_goes_both_ways():
     ours, theirs = model_pair()
     mine, stock = FusedAdamW(ours.parameters(), lr=1e-2), torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True)

@@ -275,6 +275,19 @@ def test_a_resume_with_other_targets_in_documents_of_the_same_lengths_is_refused
         small(copy, dataset=masked, max_steps=5).train(resume_from_checkpoint=True)
 
 
+def test_the_last_checkpoint_of_a_stopped_run_stays_beside_the_best(tmp_path):
+    trainer = small(
+        tmp_path, save_steps=1, eval_strategy="steps", eval_steps=1, save_total_limit=1, load_best_model_at_end=True,
+        metric_for_best_model="loss", greater_is_better=False, callbacks=[SignalAt(2, signal.SIGTERM)],
+        eval_dataset=tokenized([9, 4, 17]),
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.stopped_by is not None
+    assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-1"
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-3"]
+    assert trainer.args.save_total_limit == 1
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_ends_training_with_a_whole_checkpoint_and_the_resumed_run_is_the_uninterrupted_one(
     tmp_path, run, number, caplog

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import TrainerControl, TrainerState
 
 from hf_speedkit.core.errors import ConfigurationError, SpeedkitError
-from hf_speedkit.core.ranks import SAVING
+from hf_speedkit.core.ranks import FINISHING, SAVING
 from hf_speedkit.trainer.rank_watch import RankWatch, describe_frame
 
 HERE = Path(__file__).resolve().parent
@@ -122,6 +122,20 @@ def test_a_rank_that_writes_a_checkpoint_does_not_end_the_run(watch_of):
     assert not watches[0]._store.check(["failed"])
 
 
+def test_a_rank_that_uploads_after_the_last_step_is_neither_ended_nor_calls_the_others_gone(watch_of, caplog):
+    watch, _left = watch_of(0), watch_of(1)
+    watch._control.should_training_stop = True
+    watch._poll_s = 0.01
+    stands_for(watch, 5000)
+    thread = threading.Thread(target=watch._watch)
+    thread.start()
+    time.sleep(0.2)
+    watch._stop.set()
+    thread.join()
+    assert not watch._store.check(["failed"])
+    assert "waited" not in caplog.text
+
+
 def test_a_process_that_says_nothing_any_more_and_one_that_never_began_are_named(watch_of, caplog, monkeypatch):
     watch, stopped = watch_of(0), watch_of(2)
     for each in (watch, stopped):
@@ -174,6 +188,8 @@ def test_what_callbacks_ask_for_at_the_end_of_a_step_is_what_a_rank_is_doing():
     control.should_save = False
     watch.on_save(None, state_at(5), control)
     assert watch._part() == "loading the next batches"
+    control.should_training_stop = True
+    assert watch._part() == FINISHING
 
 
 def test_a_thread_is_described_by_its_innermost_line_and_the_users():
