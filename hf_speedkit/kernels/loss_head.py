@@ -38,6 +38,10 @@ def target_sums(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tenso
     The products run in the autocast dtype if autocast is on, else in hidden's; sums and the weight's gradient are
     float32 until the end. The gradient exists once: a second backward pass through it raises RuntimeError.
     """
+    if not torch.is_grad_enabled():
+        # A Function is told that they need a gradient here too: a second product in every evaluated row, and a float32
+        # gradient of the weight, 5 GB at 248,320 x 5,120.
+        hidden, weight = hidden.detach(), weight.detach()
     nll, entropy, correct = _TargetSums.apply(hidden, weight, targets)  # type: ignore[no-untyped-call]
     return TargetSums(targets.ge(0).sum(), nll, entropy, correct)
 

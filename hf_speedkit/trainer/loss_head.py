@@ -39,6 +39,8 @@ def head_refusal(model: PreTrainedModel) -> str | None:
         return f"its output layer is a {type(head).__name__}, not a Linear without bias"
     if not head.weight.is_floating_point() or head.weight.dtype == torch.float16:
         return f"its output layer is held in {head.weight.dtype}"
+    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+        return "its layers lie on several devices (device_map)"
     if getattr(config, "output_router_logits", False):
         return "its loss has an auxiliary part for the experts' balance"
     return None

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
 from hf_speedkit.kernels import loss_head
 from hf_speedkit.kernels.loss_head import loss_head_error, target_sums
@@ -67,6 +68,16 @@ def test_no_targets_give_a_differentiable_zero():
     sums.nll.backward()
     assert (sums.nll, sums.entropy, sums.correct, sums.targets) == (0, 0, 0, 0)
     assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+def test_evaluation_makes_one_product_and_training_three():
+    hidden, weight, targets = inputs(9)
+    products = []
+    for enabled in (False, True):
+        with torch.set_grad_enabled(enabled), FlopCounterMode(display=False) as counter:
+            target_sums(hidden, weight, targets)
+        products.append(counter.get_total_flops() / (2 * hidden.numel() * len(weight)))
+    assert products == [1, 3]
 
 
 def test_a_frozen_weight_gets_no_gradient_and_evaluation_none_at_all():

@@ -50,8 +50,20 @@ def test_a_head_that_changes_its_logits_or_has_a_bias_is_left_to_trl():
     biased = tiny_llama()
     biased.lm_head = torch.nn.Linear(32, 64)
     assert "without bias" in head_refusal(biased)
+    spread = tiny_llama()
+    spread.hf_device_map = {"model": 0, "lm_head": 1}
+    assert "several devices" in head_refusal(spread)
+    spread.hf_device_map = {"": 0}
+    assert head_refusal(spread) is None
     half = tiny_llama().half()
     assert "float16" in head_refusal(half)
+
+
+def test_a_model_that_deepspeed_holds_is_left_to_trls_head(tmp_path):
+    trainer = trainer_for(tmp_path)
+    assert trainer.own_head
+    trainer.is_deepspeed_enabled = True
+    assert not trainer.use_loss_head()
 
 
 def test_another_optimizer_is_left_alone(tmp_path):
