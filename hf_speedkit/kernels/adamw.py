@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -185,12 +185,12 @@ def _sum_of_squares(grads: list[torch.Tensor]) -> torch.Tensor:
         if isinstance(layout, tuple):
             mesh, placements = layout
             for dim, placement in enumerate(placements):
-                if isinstance(placement, Shard):
-                    torch.distributed.all_reduce(total, group=mesh.get_group(dim))
-                elif not isinstance(placement, Replicate):
+                if placement.is_partial():
                     raise ValueError(
                         f"a gradient placed as {placement} has no norm to be had without reducing it first"
                     )
+                if not placement.is_replicate():  # also a strided shard (FSDP2 over tensor parallelism), no Shard to torch
+                    torch.distributed.all_reduce(total, group=mesh.get_group(dim))
         totals.append(total)
     return torch.stack([total.to(totals[0].device) for total in totals]).sum()
 

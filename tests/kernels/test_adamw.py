@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_speedkit.kernels.adamw import FusedAdamW, fused_adamw_error
 
@@ -153,6 +154,9 @@ def _norms(rank, results):
     optimizer = FusedAdamW(parameters, lr=1e-2)
     norm = optimizer.clip_grad_norm_(parameters, 1.0).item()
     optimizer.step()
+    strided = torch.nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [_StridedShard(0, split_factor=1)]))
+    strided.grad = DTensor.from_local(torch.tensor([3.0, 4.0]), mesh, [_StridedShard(0, split_factor=1)])
+    assert optimizer.clip_grad_norm_([strided], 1.0).item() == pytest.approx(50**0.5), "both ranks' parts"
     torch.save((norm, [p.full_tensor().detach() for p in parameters]), f"{results}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
