@@ -189,7 +189,7 @@ def _sum_of_squares(grads: list[torch.Tensor]) -> torch.Tensor:
                     raise ValueError(
                         f"a gradient placed as {placement} has no norm to be had without reducing it first"
                     )
-                if not placement.is_replicate():  # also a strided shard (FSDP2 over tensor parallelism), no Shard to torch
+                if not placement.is_replicate():  # a strided shard (FSDP2 over tensor parallelism) is no Shard to torch
                     torch.distributed.all_reduce(total, group=mesh.get_group(dim))
         totals.append(total)
     return torch.stack([total.to(totals[0].device) for total in totals]).sum()
