@@ -1,8 +1,9 @@
 """Activation checkpointing of as few layers as memory asks for: measured in the first steps, then fixed.
 
 Checkpointing every layer recomputes each layer's forward pass, a quarter of all the work, whether memory is short or
-not. Rows have one shape, so what a layer keeps is the same in every step: the first step's peak and the bytes one
-layer keeps say how many layers need not be checkpointed. The values computed are the same either way.
+not. Rows have one shape, so what a layer keeps is the same in every step: the second step's peak (the first has no
+optimizer state yet beside its activations) and the bytes one layer keeps say how many layers need not be checkpointed.
+The values computed are the same either way.
 """
 
 from __future__ import annotations
@@ -93,7 +94,6 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
         self._memory_of = memory
         self._memory: DeviceMemory | None = None
         self._candidates: list[_Layer] = []
-        self._reserved = 0
         self._searches = 0
         self._step = 0
 
@@ -115,12 +115,11 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
             self._settle(self.total - self.layers)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Step 1 gives the peak, step 2 the bytes a layer keeps; the next ones show whether the choice was right."""
+        """Step 2 gives the peak and the bytes a layer keeps; the next ones show whether the choice was right."""
         self._step += 1
         if self._memory is None:
             return
         if self._step == 1:
-            self._reserved = self._memory.peak_reserved()
             # One layer of each kind keeps its activations in step 2, and what it keeps is noted.
             for layer in {layer.kind: layer for layer in self._candidates}.values():
                 layer.switch(False)
@@ -145,6 +144,8 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
         former, own = module.forward, module.__dict__.get("forward")
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():  # an evaluation between the steps, where nothing is kept
+                return former(*args, **kwargs)
             if own is None:
                 del module.forward
             else:
@@ -157,7 +158,7 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
         module.forward = forward
 
     def _choose(self, memory: DeviceMemory, device: torch.device) -> None:
-        spare = memory_to_spare(memory.total(), others=memory.others(), reserved=self._reserved)
+        spare = memory_to_spare(memory.total(), others=memory.others(), reserved=memory.peak_reserved())
         kept = [self.kept_bytes.get(layer.kind) for layer in reversed(self._candidates)]
         left_alone = 0 if None in kept else layers_that_fit([size for size in kept if size is not None], spare)
         # Ranks that recompute differently would wait for one another in every step.

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import tiny_hybrid
+from support import tiny_hybrid, tokenized
 from test_sft import trainer_for
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -156,6 +156,26 @@ def test_auto_measures_chooses_and_corrects_itself(tmp_path, reserved, kept, fit
     assert trainer.recompute.line() == f"activation checkpointing: {expected} of 4 layers"
     assert memory.emptied >= 1
     assert trainer.recompute.line() in trainer.summary().changed_layers
+
+
+def test_the_peak_is_that_of_a_step_with_optimizer_state_and_an_evaluation_is_not_measured(tmp_path):
+    class Grows(FakeMemory):
+        def peak_reserved(self):
+            return 40 if self.trainer.state.global_step < 2 else 65
+
+        def allocated(self):
+            self.now += self.kept if torch.is_grad_enabled() else 1
+            return self.now
+
+    trainer = trainer_for(
+        tmp_path, activation_checkpointing=True, max_steps=3, num_train_epochs=20,
+        eval_strategy="steps", eval_steps=1, eval_dataset=tokenized([9, 4, 17]),
+    )  # fmt: skip
+    memory = Grows(trainer, kept=10, reserved=0, fits=4)
+    trainer.recompute._memory_of = lambda device: memory
+    trainer.train()
+    assert set(trainer.recompute.kept_bytes.values()) == {10}
+    assert trainer.recompute.checkpointed == 2
 
 
 @pytest.mark.gpu
