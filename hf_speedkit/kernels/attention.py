@@ -12,6 +12,8 @@ numbers, which is what the tests compare.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -36,6 +38,29 @@ def register() -> str:
     # Without a mask function of its own a name gets no mask at all, padding included (masking_utils.py:841).
     AttentionMaskInterface.register(NAME, flash_attention_mask)
     return NAME
+
+
+@contextmanager
+def no_search_for_documents(config: Any) -> Iterator[None]:
+    """Keep transformers from looking for documents in position_ids while a packed row runs on this attention.
+
+    Where an attention has a mask function, transformers 5.23 compares all positions on the device in each forward pass
+    and waits on the host for the answer (masking_utils.py:776), whatever the function makes of it: ours makes nothing,
+    since the boundaries come with the row. Without the function it does not ask (masking_utils.py:841). For a forward
+    pass with cu_seq_lens only; the function must be there for rows with padding.
+
+    Args:
+        config: the text config of the model; nothing changes if it names another attention.
+    """
+    from transformers.masking_utils import AttentionMaskInterface
+
+    named = config._attn_implementation == NAME and not torch.compiler.is_compiling()
+    function = AttentionMaskInterface._global_mapping.pop(NAME, None) if named else None
+    try:
+        yield
+    finally:
+        if function is not None:
+            AttentionMaskInterface.register(NAME, function)
 
 
 def unsupported_reason(config: Any, *, dtype: torch.dtype, device: torch.device) -> str | None:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from hf_speedkit.kernels.attention import no_search_for_documents
 from hf_speedkit.kernels.loss_head import target_sums
 
 # Config entries by which some families change their logits; TRL's head knows them, ours does not.
@@ -66,7 +67,8 @@ def add_loss_head(model: PreTrainedModel) -> None:
             # Said only where it is asked for: without TRL's head a model does not know the word.
             return former(*args, **kwargs, **({"fused_lm_head": True} if fused_lm_head else {}))
         labels = kwargs.pop("labels")
-        hidden = self.base_model(*args, **{**kwargs, "use_cache": False}).last_hidden_state
+        with no_search_for_documents(self.config.get_text_config()):
+            hidden = self.base_model(*args, **{**kwargs, "use_cache": False}).last_hidden_state
         # Looked up on each call: FSDP2 replaces parameters.
         weight = self.get_output_embeddings().weight
         if isinstance(weight, DTensor):

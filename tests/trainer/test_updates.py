@@ -4,8 +4,12 @@ import pytest
 import torch
 from support import tiny_hybrid, tiny_llama
 from test_sft import trainer_for
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import masking_utils
 
 from hf_speedkit.kernels.adamw import FusedAdamW
+from hf_speedkit.kernels.attention import NAME, register
+from hf_speedkit.kernels.bindings import bind_references
 from hf_speedkit.trainer.loss_head import head_refusal
 
 
@@ -86,3 +90,47 @@ def test_an_optimizer_of_the_users_own_is_left_alone(tmp_path):
         processing_class=base.processing_class, optimizers=(own, None),
     )  # fmt: skip
     assert trainer.create_optimizer() is own
+
+
+class HostReads(TorchDispatchMode):
+    """Counts reads of a value from the device: on a GPU the host waits for each."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make", [tiny_hybrid, tiny_llama])
+def test_a_packed_forward_pass_reads_nothing_from_the_device_for_a_mask(tmp_path, make):
+    """The CPU's own attention reads the boundaries, once a layer; transformers' search for documents must be gone."""
+    trainer = trainer_for(tmp_path, model=make())
+    model = trainer.model
+    register()
+    model.set_attn_implementation(NAME)
+    rows = trainer.train_dataset.select(range(3))
+    batch = trainer.data_collator([{key: row[key] for key in ("input_ids", "labels")} for row in rows])
+    del batch["token_counts"]
+    positions = batch.pop("target_positions")
+    with bind_references(model):
+        counted = {}
+        for kind in ("with", "without"):
+            searches = []
+            original = masking_utils.find_packed_sequence_indices
+            masking_utils.find_packed_sequence_indices = lambda ids: searches.append(1) or original(ids)  # noqa: B023
+            try:
+                with HostReads() as reads:
+                    if kind == "without":
+                        model(**batch, use_cache=False, target_positions=positions)
+                    else:
+                        model(**{k: v for k, v in batch.items() if k != "labels"}, use_cache=False)
+            finally:
+                masking_utils.find_packed_sequence_indices = original
+            counted[kind] = (len(searches), reads.count)
+    assert counted["with"][0] == 1
+    assert counted["without"][0] == 0
+    assert counted["without"][1] == counted["with"][1] - 1
+    assert NAME in masking_utils.AttentionMaskInterface._global_mapping
