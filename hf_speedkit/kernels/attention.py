@@ -130,7 +130,7 @@ def varlen_attention(
 
     Raises:
         KernelAssertionError: dropout, soft-capping or sinks were asked for.
-        ConfigurationError: a padding mask, or more than one row.
+        ConfigurationError: boundaries together with a padding mask or with more than one row.
     """
     for name, asked in (("dropout", dropout > 0.0), ("softcap", bool(softcap)), ("s_aux (sinks)", s_aux is not None)):
         if asked:
@@ -160,17 +160,37 @@ def _one_document_a_row(
     sliding_window: int | None,
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
-    """Rows without boundaries (generation, a batch of one document): plain causal sdpa."""
+    """Rows without boundaries (generation in a callback, a batch of one document): sdpa with its causal mask."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     slots = key.shape[2]
-    if attention_mask is not None or (sliding_window is not None and slots > sliding_window):
+    if attention_mask is not None and attention_mask.shape != (query.shape[0], slots):
         raise ConfigurationError(
-            f"{NAME} is for packed rows; this batch is padded or needs a sliding window without boundaries",
-            mend='model.set_attn_implementation("sdpa") before padded batches or batched generation',
+            f"{NAME} reads padding masks of one entry a key, [{query.shape[0]}, {slots}] here",
+            evidence=(f"got {list(attention_mask.shape)}; a static cache brings such masks",),
+            mend='model.set_attn_implementation("sdpa") for these calls',
         )
-    output, _ = sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **kwargs)
+    mask = None
+    if attention_mask is not None or (sliding_window is not None and slots > sliding_window):
+        mask = _padded_mask(attention_mask, query.shape[2], slots, sliding_window, query.device)
+    output, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
     return output, None
+
+
+def _padded_mask(
+    real: torch.Tensor | None, queries: int, keys: int, sliding_window: int | None, device: torch.device
+) -> torch.Tensor:
+    """What padded rows may look at, bool [B or 1, 1, queries, keys]; queries are the last of the keys."""
+    at = torch.arange(keys, device=device)
+    distance = at[keys - queries :, None] - at[None, :]
+    allowed = distance >= 0
+    if sliding_window is not None:
+        allowed = allowed & (distance < sliding_window)
+    if real is not None:
+        allowed = allowed & real[:, None, :].bool()
+    # Padding sees itself: a query that sees nothing would be NaN, and NaN spreads through the next layer's sums.
+    allowed = allowed | (distance == 0)
+    return allowed.view(-1, 1, queries, keys)
 
 
 def _by_kernel(

@@ -17,6 +17,7 @@ _OVERLONG = ("error", "split", "truncate", "drop")
 _VERIFICATIONS = ("checksums", "sizes")
 _EXPORTS = ("auto", "stored", "bfloat16", "float16", "float32")
 _ASSERTIONS = ("auto", "strict", "warn", "off")
+_PROBED_SLOTS = 6  # three documents of two tokens, see StartupProof
 # TRL's names for what we do as well, so that an SFTConfig can be moved over unchanged.
 _TRL_STRATEGIES = {"bfd": "best_fit_decreasing", "bfd_split": "best_fit_decreasing"}
 
@@ -274,9 +275,11 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
                     mend="set tokens_per_batch, for example tokens_per_batch=8192",
                 )
             self.tokens_per_batch = int(settings.max_length * settings.per_device_train_batch_size)
-        if not isinstance(self.tokens_per_batch, int) or self.tokens_per_batch < 2:
+        shortest = _PROBED_SLOTS if self.isolation_check else 2
+        if not isinstance(self.tokens_per_batch, int) or self.tokens_per_batch < shortest:
             raise ConfigurationError(
-                f"tokens_per_batch={self.tokens_per_batch} leaves no token to predict",
+                f"tokens_per_batch={self.tokens_per_batch} leaves no token to predict, or no documents to compare",
+                evidence=("a document needs two tokens, and the isolation proof three documents in a row",),
                 mend="set tokens_per_batch to at least the longest document",
             )
         if self.per_device_eval_batch_size != 1 and self.eval_packing is not False:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ from hf_speedkit.trainer.streaming import check_stream_settings
 
 if TYPE_CHECKING:
     from hf_speedkit.trainer.config import SpeedSFTConfig
+
+logger = logging.getLogger(__name__)
 
 _TEMPLATE_COLUMN = "chat_template_kwargs"
 
@@ -122,6 +125,12 @@ def check_packing_request(
         check_stream_settings(args)
     else:
         _refuse_cut_batches(args.accelerator_config)
+    if args.train_sampling_strategy not in ("random", "sequential") and args.process_index == 0:
+        logger.warning(
+            "train_sampling_strategy=%r does nothing with packing: rows have one length, and are dealt out by cost "
+            "(cost_window_steps)",
+            args.train_sampling_strategy,
+        )
     if args.eval_packing is not False and any(
         isinstance(d, IterableDataset) for _, d in named_datasets(None, eval_dataset)
     ):

@@ -47,7 +47,7 @@ from hf_speedkit.trainer.recompute import RecomputeChoice
 from hf_speedkit.trainer.sinks import JsonlSink
 from hf_speedkit.trainer.startup import StartupProof
 from hf_speedkit.trainer.stragglers import log_stragglers
-from hf_speedkit.trainer.templates import TemplateChecks, check_mask, log_example
+from hf_speedkit.trainer.templates import MaskCheck, TemplateChecks, log_example
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback
 from hf_speedkit.trainer.trace_callback import TraceCallback
 from hf_speedkit.trainer.updates import FastUpdates
@@ -156,23 +156,27 @@ class SpeedSFTTrainer(FastUpdates, SafeCheckpoints):
         if packing and streaming:
             dataset = share_of_rank(dataset, rank=args.process_index, world_size=args.world_size)
         dataset = with_template_kwargs(dataset, args)
+        found = None if streaming else len(dataset)
         checks = TemplateChecks(
             self._tokenizer, self.chat_template, args.template_check, args.exclude_generation_prompt
         )
         checks.before(dataset, name)
         dataset = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, name)
         dataset = checks.after(dataset, name, num_proc=args.dataset_num_proc)
+        masks = MaskCheck(
+            name=name, assistant_only=args.assistant_only_loss, completion_only=bool(self.completion_only_loss)
+        )
         if not packing:
+            masks.padded(dataset, found)
             return dataset
-        masked = args.assistant_only_loss or self.completion_only_loss
         if streaming:
             stream = PackedStream(dataset, tokens_per_batch=args.row_slots, overlong=args.overlong)
             rows, report = agree(lambda: stream.sample(SAMPLE_ROWS))
-            agree(lambda: check_mask(report, masked=masked, name=name))
+            agree(lambda: masks.packed(report, rows))
             log_example(rows, self._tokenizer, name)
             return stream
         dataset, report = prepare_documents(dataset, tokens_per_batch=args.row_slots, overlong=args.overlong)
-        check_mask(report, masked=masked, name=name)
+        masks.packed(report, dataset)
         self._reports.setdefault(name, report)  # "train" is the first of that name: an evaluation set may have it too
         logger.info("%s documents: %s", name, report.sentence())
         log_example(dataset, self._tokenizer, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -14,6 +14,8 @@ from datasets import Dataset, IterableDataset
 from hf_speedkit.core.document_records import DocumentReport
 from hf_speedkit.core.errors import DatasetError, SpeedkitError
 from hf_speedkit.packing.boundaries import IGNORE_INDEX
+from hf_speedkit.packing.documents import prepare_documents
+from hf_speedkit.packing.stream_documents import no_documents, read_document
 from hf_speedkit.trainer.conversation_checks import (
     SAMPLE_ROWS,
     Messages,
@@ -28,6 +30,9 @@ from hf_speedkit.trainer.conversation_checks import (
 logger = logging.getLogger(__name__)
 
 _SHOWN_TOKENS = 120
+_ANY_LENGTH = 1 << 62
+_SAMPLED_STREAM_ROWS = 10_000
+_TOLERATED_DRY_SHARE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,30 +133,100 @@ class TemplateChecks:
         return text
 
 
-def check_mask(report: DocumentReport, *, masked: bool, name: str) -> None:
-    """Refuse a mask that masks nothing, or everything in the part of a stream that was looked at.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskCheck:
+    """What the targets of one dataset must look like.
 
     Args:
-        report: of the dataset after tokenization.
-        masked: completion-only or assistant-only loss was asked for.
-        name: of the dataset, for the message.
-
-    Raises:
-        DatasetError: every token that can be a target is one, or none is.
+        name: of the dataset, for messages.
+        assistant_only: `assistant_only_loss` was asked for.
+        completion_only: so was completion-only loss.
     """
-    if not report.documents:  # only a stream: `prepare_documents` has refused such a dataset
-        raise DatasetError(
-            f"no document with targets among the first {report.documents_found:,} of the {name} dataset",
-            evidence=(f"{report.empty_documents:,} are empty",),
-            mend="check the stream, its filters, the template's assistant mask and that answers lie within "
-            "tokens_per_batch; each rank needs at least one document",
-        )
-    if masked and report.target_tokens == report.real_tokens - report.documents:
-        raise DatasetError(
-            f"a mask was asked for and 100 % of the {name} dataset's tokens are targets",
-            evidence=(f"{report.target_tokens:,} targets in {report.documents:,} documents",),
-            mend="check the template's assistant markers, or set assistant_only_loss and completion_only_loss to False",
-        )
+
+    name: str
+    assistant_only: bool
+    completion_only: bool
+
+    def packed(self, report: DocumentReport, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Refuse a mask that masks nothing, or everything in the part of a stream that was looked at.
+
+        Args:
+            report: of the dataset after tokenization.
+            rows: its documents, of which the first are looked at.
+
+        Raises:
+            DatasetError: every token that can be a target is one, or none is.
+        """
+        if not report.documents:  # only a stream: `prepare_documents` has refused such a dataset
+            looked = f"the first {report.documents_found:,}" if report.documents_found else "those"
+            raise DatasetError(
+                f"no document with targets among {looked} of the {self.name} dataset",
+                evidence=(f"{report.empty_documents:,} are empty",),
+                mend="check the stream, its filters, the template's assistant mask and that answers lie within "
+                "tokens_per_batch; each rank needs at least one document",
+            )
+        if report.target_tokens < report.real_tokens - report.documents:
+            return
+        if self.assistant_only or (self.completion_only and not _first_tokens_masked(rows)):
+            raise DatasetError(
+                f"a mask was asked for and 100 % of the {self.name} dataset's tokens are targets",
+                evidence=(f"{report.target_tokens:,} targets in {report.documents:,} documents",),
+                mend="check the template's assistant markers, or set assistant_only_loss and completion_only_loss to "
+                "False",
+            )
+
+    def padded(self, dataset: Dataset | IterableDataset, found: int | None) -> None:
+        """Count the targets of documents that are not packed, and refuse what `packed` refuses; nothing is changed.
+
+        Args:
+            dataset: after TRL, which drops documents that truncation left without targets and says nothing.
+            found: documents before; None for a stream.
+
+        Raises:
+            DatasetError: as `packed`; 0 documents with targets.
+        """
+        if not isinstance(dataset, Dataset):
+            rows, report = _first_documents(dataset)
+        elif {"input_ids", "labels"} <= set(dataset.column_names):
+            if not len(dataset):
+                raise DatasetError(
+                    f"0 of {found:,} documents of the {self.name} dataset have targets",
+                    evidence=("within max_length the label mask covers every token",),
+                    mend="raise max_length, or check the template's assistant mask",
+                )
+            rows = dataset
+            tokens = dataset.select_columns(["input_ids", "labels"])
+            report = prepare_documents(tokens, tokens_per_batch=_ANY_LENGTH)[1]
+        else:  # images: tokenized batch by batch
+            return
+        if report is None:
+            return
+        self.packed(report, rows)
+        if found is not None:
+            dry = found - report.documents
+            say = logger.warning if dry > _TOLERATED_DRY_SHARE * found else logger.info
+            lost = f" {dry:,} of {found:,} have none." if dry else ""
+            say("%s documents: %s of tokens are targets.%s", self.name, f"{report.target_share:.1%}", lost)
+
+
+def _first_tokens_masked(rows: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a mask is at work that every possible target escapes: prompts of one token, which is never a target."""
+    labels = [row["labels"] for row in islice(rows, SAMPLE_ROWS) if row.get("labels") is not None]
+    return any(int(given[0]) == IGNORE_INDEX for given in labels if len(given))
+
+
+def _first_documents(stream: IterableDataset) -> tuple[list[dict[str, Any]], DocumentReport | None]:
+    """The first documents with targets of a stream that is not packed; no report where rows hold no tokens yet."""
+    report = no_documents(_ANY_LENGTH, "drop")
+    rows: list[dict[str, Any]] = []
+    for row in stream.take(_SAMPLED_STREAM_ROWS):
+        if row.get("input_ids") is None:
+            return rows, None
+        documents, report = read_document(row, report)
+        rows += [document.as_row() for document in documents]
+        if len(rows) >= SAMPLE_ROWS:
+            break
+    return rows, report
 
 
 def marked_example(input_ids: Sequence[int], labels: Sequence[int], tokenizer: Any) -> str:

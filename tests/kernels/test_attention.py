@@ -77,12 +77,39 @@ def test_a_row_without_boundaries_is_one_causal_document():
     assert model.generate(ids[:, :5], max_new_tokens=4, do_sample=False).shape == (1, 9)
 
 
-def test_a_padded_batch_is_refused_and_not_attended_to_in_full():
+@pytest.mark.parametrize(
+    ("cls", "config_cls", "kwargs"),
+    [(LlamaForCausalLM, LlamaConfig, {}), (MistralForCausalLM, MistralConfig, {"sliding_window": 4})],
+    ids=["full attention", "sliding window shorter than a row"],
+)
+def test_padded_rows_and_what_is_generated_from_them_are_as_with_sdpa(cls, config_cls, kwargs):
+    """A callback that shows samples during packed training pads its prompts on the left."""
+    model = tiny(cls, config_cls, **kwargs)
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    ids = torch.randint(0, 64, (2, 6), generator=torch.Generator().manual_seed(0))
+
+    def shown():
+        logits = model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+        return logits, model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False, pad_token_id=0)
+
+    logits, tokens = shown()
+    model.set_attn_implementation(register())
+    again = shown()
+    torch.testing.assert_close(again[0], logits, atol=1e-5, rtol=1e-5)  # fp32, another order of summation
+    assert torch.equal(again[1], tokens)
+
+
+def test_boundaries_beside_a_padding_mask_and_masks_of_another_shape_are_refused():
     model = tiny(LlamaForCausalLM, LlamaConfig)
     model.set_attn_implementation(register())
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
-    with pytest.raises(ConfigurationError, match="is for packed rows"):
-        model(torch.ones(2, 4, dtype=torch.long), attention_mask=mask, use_cache=False)
+    batch = packed()
+    hidden = torch.ones_like(batch["input_ids"])
+    hidden[0, -1] = 0
+    with pytest.raises(ConfigurationError, match="one row and no mask"):
+        model(**batch, attention_mask=hidden, use_cache=False)
+    query = torch.zeros(2, 4, 6, 8)
+    with pytest.raises(ConfigurationError, match=r"\[2, 6\] here"):
+        varlen_attention(torch.nn.Module(), query, query, query, torch.ones(2, 5))
 
 
 @pytest.mark.parametrize(

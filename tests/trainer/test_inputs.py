@@ -106,3 +106,10 @@ def test_token_ids_without_an_embedding_are_refused_before_a_gpu_asserts(ids, na
     with pytest.raises(DatasetError, match=named):
         check_vocabulary(dataset, tiny_llama(), "train")
     check_vocabulary(dataset.select(range(2000)), tiny_llama(), "train")
+
+
+@pytest.mark.parametrize("strategy", ["random", "sequential", "group_by_length", "batch_rebalance"])
+def test_a_sampling_strategy_that_packing_does_not_follow_is_named(tmp_path, caplog, strategy):
+    args = SpeedSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, train_sampling_strategy=strategy)
+    check_packing_request(args, None, Dataset.from_dict({"text": ["a"]}), None, "model")
+    assert (f"train_sampling_strategy='{strategy}' does nothing with packing" in caplog.text) == ("_" in strategy)

@@ -101,6 +101,44 @@ def test_v82_a_mask_that_masks_nothing_is_refused(tmp_path, streaming):
         trainer_for(tmp_path, dataset, everything, assistant_only_loss=True, template_check="off")
 
 
+@pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+def test_v82_prompts_of_one_token_are_a_mask_and_prompts_of_none_are_not(tmp_path, packing, streaming):
+    def dataset(prompt):
+        rows = Dataset.from_list([{"prompt": prompt, "completion": " w4 w5"}] * 3)
+        return rows.to_iterable_dataset() if streaming else rows
+
+    changes = {"packing": packing, "max_length": 64, "max_steps": 1}
+    trainer_for(tmp_path / "one", dataset("w3"), PLAIN, **changes)
+    with pytest.raises(DatasetError, match="100 % of the train dataset's tokens are targets"):
+        trainer_for(tmp_path / "none", dataset(""), PLAIN, **changes)
+
+
+@pytest.mark.parametrize(
+    ("streaming", "max_length", "message"),
+    [
+        (False, 4, "0 of 6 documents of the train dataset have targets"),
+        (False, None, "0 of 6 documents have targets"),
+        (True, 4, "no document with targets"),
+    ],
+)
+def test_v31_answers_behind_the_cut_stop_a_padded_run_too(tmp_path, streaming, max_length, message):
+    """TRL drops such documents without a word, and an empty dataset fails in torch's sampler."""
+    answers_from = 9 if max_length is None else 5
+    rows = [{"input_ids": [3] * 8, "labels": [-100] * min(8, answers_from) + [3] * (8 - answers_from)}] * 6
+    dataset = Dataset.from_list(rows)
+    if streaming:
+        dataset = dataset.to_iterable_dataset()
+    with pytest.raises(DatasetError, match=message):
+        trainer_for(tmp_path, dataset, PLAIN, packing=False, max_length=max_length, max_steps=1)
+
+
+def test_v31_padded_documents_without_targets_are_counted(tmp_path, caplog):
+    rows = [{"input_ids": [3] * 8, "labels": [-100] * 5 + [3] * 3}, {"input_ids": [3] * 4, "labels": [-100, 3, 3, 3]}]
+    trainer_for(tmp_path, Dataset.from_list(rows), PLAIN, packing=False, max_length=4)
+    assert "75.0% of tokens are targets. 1 of 2 have none." in caplog.text
+
+
 def test_every_token_may_be_a_target_where_no_mask_was_asked_for(tmp_path):
     trainer = trainer_for(tmp_path, chats(), PLAIN)
     assert trainer._reports["train"].target_tokens == trainer._reports["train"].real_tokens - 3
