@@ -128,6 +128,9 @@ class SpeedSFTTrainer(FastUpdates, SafeCheckpoints):
             refuse_leaking_family(self.model.config.get_text_config().model_type)
             for name, dataset in named_datasets(self.train_dataset, self.eval_dataset):
                 check_vocabulary(dataset, self.model, name)
+            # Vision-language classes deny it of their own loss, which is not used here; uncounted, an emptier row would
+            # weigh as much as a full one.
+            self.model_accepts_loss_kwargs = True
             self._padding_collator = self.data_collator
             self.own_head = self.use_loss_head()
             # TRL refuses a collator of one's own beside packing, so it takes its place afterwards.

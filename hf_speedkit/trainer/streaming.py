@@ -124,12 +124,6 @@ class StreamedBatches(DeviceMetrics):
         stream = self.stream
         if stream is None:
             return
-        if self.args.world_size > 1 and not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
-            raise ConfigurationError(
-                f"{type(self.model).__name__} takes no loss arguments, so nobody counts the targets of all ranks",
-                evidence=("the end of a stream is seen by the number of target tokens over all ranks",),
-                mend="load the dataset without streaming=True, or train on one device",
-            )
         from_the_start = self.__dict__.setdefault("_from_the_start", self.args.ignore_data_skip)
         # Trainer would read and collate every row of the run again, and count epochs by max_steps.
         self.args.ignore_data_skip = True

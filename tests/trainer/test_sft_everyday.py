@@ -70,6 +70,16 @@ def test_v26_eval_loss_of_a_mixture_of_experts_weighs_tokens_and_not_rows(tmp_pa
     assert trainer.evaluate()["eval_loss"] == pytest.approx(token_mean_loss(model, held_out), rel=1e-5)
 
 
+def test_rows_are_weighed_by_their_targets_where_a_model_denies_loss_arguments(tmp_path):
+    """As vision-language classes do (Qwen3_5ForConditionalGeneration); of four rows here the last is empty."""
+    model = tiny_hybrid()
+    model.accepts_loss_kwargs = False
+    expected = token_mean_loss(model, tokenized(LENGTHS))
+    trainer = trainer_for(tmp_path, model=model, gradient_accumulation_steps=4)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     "changes", [{"router_aux_loss_coef": 0.01}, {"label_smoothing_factor": 0.1}, {"loss_type": "dft"}], ids=str
