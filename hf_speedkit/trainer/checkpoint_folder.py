@@ -55,8 +55,9 @@ def require_space(run_dir: Path, needed_bytes: int, *, what: str = "a checkpoint
         CheckpointError: with what is needed, what is free, and what takes room there.
     """
     place = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.exists())
-    free = shutil.disk_usage(place).free
-    if free >= needed_bytes:
+    disk = shutil.disk_usage(place)
+    free = disk.free
+    if free >= needed_bytes or disk.total == 0:  # some network and object stores tell no size: 0 of 0 is no full disk
         return
     older = numbered_checkpoints(run_dir)
     evidence = tuple(f"{path.name} takes {_size_bytes(path) / _GIB:.2f} GiB" for _, path in older)

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 from hf_speedkit import SpeedSFTTrainer
 from hf_speedkit.core.errors import CheckpointError, ConfigurationError, PackingError
 from hf_speedkit.trainer.checkpoint_files import MANIFEST_NAME, read_manifest
-from hf_speedkit.trainer.checkpoint_folder import UNFINISHED_NAME, clean_leftovers, rotate
+from hf_speedkit.trainer.checkpoint_folder import UNFINISHED_NAME, clean_leftovers, require_space, rotate
 from hf_speedkit.trainer.resume import Reader, check_kind, settle_resume
 
 Usage = namedtuple("Usage", "total used free")
@@ -210,7 +210,7 @@ def test_what_goes_to_the_hub_is_the_whole_checkpoint_under_its_name(tmp_path, m
 
 
 def test_a_disk_without_room_is_refused_before_the_first_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 100_000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(200_000, 100_000, 100_000))
     trainer = small(tmp_path)
     with pytest.raises(CheckpointError, match=r"a checkpoint takes .* GiB free; nothing was written"):
         trainer.train()
@@ -218,11 +218,16 @@ def test_a_disk_without_room_is_refused_before_the_first_step(tmp_path, monkeypa
     small(tmp_path / "none", save_strategy="no", max_steps=1).train()
 
 
+def test_a_disk_that_tells_no_size_is_not_taken_for_a_full_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 0))
+    require_space(tmp_path, 1 << 40)
+
+
 def test_a_disk_that_fills_up_leaves_the_last_good_checkpoint(tmp_path, monkeypatch):
     class FillsUp(TrainerCallback):
         def on_step_end(self, args, state, control, **_):
             if state.global_step == 3:
-                monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 100_000))
+                monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(200_000, 100_000, 100_000))
 
     with pytest.raises(CheckpointError, match="checkpoint-2 takes") as refused:
         small(tmp_path, callbacks=[FillsUp()]).train()
