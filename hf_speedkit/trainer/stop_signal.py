@@ -10,11 +10,14 @@ different steps, inside collectives that do not match.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing.synchronize import Event
 from types import FrameType
 from typing import Any
 
@@ -42,6 +45,8 @@ class StopSignal:
         """The signal that this process got."""
         self.stopped_by: str | None = None
         """What ended training; set on all ranks at the same step."""
+        self._ended = multiprocessing.Event()
+        self._ended.set()
         self._wanted = False
         self._flags: torch.Tensor | None = None
         self._arrived: Any = None
@@ -61,22 +66,27 @@ class StopSignal:
         free = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
         for number in free:
             signal.signal(number, self._receive)
+        self._ended.clear()
         try:
             yield
         finally:
+            self._ended.set()
             self._wanted = False
             for number in free:
                 signal.signal(number, signal.SIG_DFL)
 
     def spare_workers(self, loader: Any) -> Any:
-        """Let a loader's worker processes ignore the signals; must come before the loader is iterated.
+        """Let a loader's workers ignore the signals while training runs; must come before the loader is iterated.
 
         Slurm signals every process of a job step. A worker that died of it would raise "DataLoader worker is killed by
-        signal" in the middle of this process's step, and no checkpoint would be written. Workers end with their loader.
+        signal" in the middle of this process's step, and no checkpoint would be written. Afterwards they obey: that is
+        how torch and Python end a worker that does not leave by itself, and Python waits for it without a limit.
         """
         inner = getattr(loader, "base_dataloader", loader)  # accelerate (1.15, data_loader.py:583) iterates that one
         if self._numbers and getattr(inner, "num_workers", 0) > 0:
-            inner.worker_init_fn = partial(_ignore_signals, tuple(map(int, self._numbers)), inner.worker_init_fn)
+            inner.worker_init_fn = partial(
+                _ignore_while_training, tuple(map(int, self._numbers)), self._ended, inner.worker_init_fn
+            )
         return loader
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
@@ -150,9 +160,16 @@ class StopSignal:
         self.stopped_by = self.received or "a signal on another rank"
 
 
-def _ignore_signals(numbers: tuple[int, ...], then: Callable[[int], None] | None, worker: int) -> None:
+def _ignore_while_training(
+    numbers: tuple[int, ...], ended: Event, then: Callable[[int], None] | None, worker: int
+) -> None:
+    def obey_afterwards(number: int, _frame: FrameType | None) -> None:
+        if ended.is_set():
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
     for number in numbers:
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, obey_afterwards)
     if then is not None:
         then(worker)
 
