@@ -120,8 +120,10 @@ class _TargetSums(torch.autograd.Function):
 
 def _scaled(gradient: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     """Scale a gradient in one pass: multiplied in float32, rounded on the way out."""
-    if gradient is None or gradient.dtype == dtype:
-        return None if gradient is None else gradient.mul_(factor)
+    if gradient is None:
+        return None
+    if gradient.dtype == dtype:
+        return gradient.mul_(factor)
     return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
 
 

@@ -59,3 +59,8 @@ def adapter_config(model_args: ModelConfig) -> Any:
     if config.target_modules is None and config.target_parameters is None:
         config.target_modules = "all-linear"
     return config
+
+
+def below_adapters(model: Any) -> Any:
+    """The transformers model itself, where peft has wrapped it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+def runs_alone() -> bool:
+    """Whether this process has no others to exchange anything with: no process group, or one of a single rank."""
+    import torch.distributed as dist
+
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+
+
 def agree(check: Callable[[], T]) -> T:
     """Run a check on every rank; if any of them fails, all raise.
 
@@ -49,7 +56,7 @@ def agree_sharing(check: Callable[[], T], number: Callable[[T], float]) -> tuple
     import torch
     import torch.distributed as dist
 
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if runs_alone():
         result = check()
         return result, [number(result)]
     error: Exception | None = None
@@ -83,7 +90,7 @@ def gather_agreed(check: Callable[[], T]) -> list[T]:
     import torch.distributed as dist
 
     result = agree(check)
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if runs_alone():
         return [result]
     results: list[T] = [result] * dist.get_world_size()
     dist.all_gather_object(results, result)  # before training and at a save
@@ -99,7 +106,7 @@ def say_once(say: Callable[[str], object], texts: Sequence[str]) -> None:
     """
     import torch.distributed as dist
 
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if runs_alone():
         for text in texts:
             say(text)
         return

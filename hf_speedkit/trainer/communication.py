@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.trainer.adapters import below_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -163,5 +164,4 @@ def _layers(model: Any) -> list[Any]:
 
 def _backbone(model: Any) -> Any:
     """The model without its head, also inside a PEFT wrapper."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return inner.base_model
+    return below_adapters(model).base_model

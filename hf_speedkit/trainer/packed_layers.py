@@ -11,6 +11,7 @@ import torch
 
 from hf_speedkit.kernels.attention import register, unsupported_reason
 from hf_speedkit.kernels.bindings import bind_references
+from hf_speedkit.trainer.adapters import below_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ def _use_varlen_attention(model: Any, device: torch.device, dtype: torch.dtype |
     if getattr(model.config, "_attn_implementation", None) not in _MASKED:
         return False
     # The class says it can do without a mask: chunked attention, for one, cannot.
-    if not getattr(_base(model), "_supports_flash_attn", False):
+    if not getattr(below_adapters(model), "_supports_flash_attn", False):
         return False
     if dtype is None:
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
@@ -80,7 +81,3 @@ def _use_varlen_attention(model: Any, device: torch.device, dtype: torch.dtype |
     if reason is not None:
         logger.info("packed attention stays on %s: %s", model.config._attn_implementation, reason)
     return reason is None
-
-
-def _base(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -27,6 +27,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_speedkit.core.errors import ConfigurationError, SpeedkitError
 from hf_speedkit.core.ranks import FINISHING, SAVING, STARTING, Beat, Missing, missing_ranks
+from hf_speedkit.trainer.agreement import runs_alone
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +155,7 @@ class RankWatch(TrainerCallback):  # type: ignore[misc]
     def _connect(self) -> bool:
         import torch.distributed as dist
 
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        if runs_alone():
             return False
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from hf_speedkit.trainer.agreement import runs_alone
+
 
 def gather_over_ranks(vector: Sequence[float], device: torch.device) -> list[list[float]]:
     """Give every rank every rank's vector, in rank order. All ranks must call it, with the same length.
@@ -18,7 +20,7 @@ def gather_over_ranks(vector: Sequence[float], device: torch.device) -> list[lis
     Returns:
         One list per rank; just this one where there is no process group.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if runs_alone():
         return [list(vector)]
     # A CPU backend spares the device a launch and the host a wait; NCCL alone takes device tensors only.
     on = torch.device("cpu") if "cpu" in dist.get_backend_config() else device

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.trainer.agreement import runs_alone
 
 # Counts of target tokens stay far below: 2**40 of them in one step would be 4 TiB of ids.
 _FLAG_BIT = 40
@@ -143,7 +144,7 @@ class StopSignal:
 
         if not self._wanted:
             return False
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        if runs_alone():
             return self.received is not None
         if self._flags is not None:
             if self._arrived is not None and not self._arrived.query():

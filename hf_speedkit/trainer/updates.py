@@ -11,10 +11,12 @@ from trl import SFTTrainer
 
 from hf_speedkit.kernels.adamw import FusedAdamW, fused_adamw_error
 from hf_speedkit.kernels.loss_head import loss_head_error
+from hf_speedkit.trainer.adapters import below_adapters
 from hf_speedkit.trainer.loss_head import add_loss_head, head_refusal
 
 logger = logging.getLogger(__name__)
 
+_OURS_TO_CLIP = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 # In updates (2 ** -4). After three of them a bf16 weight of up to 0.25 is rounded to 2 ** -11, a hundredth of one.
 _ADAMW_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 
@@ -31,7 +33,7 @@ class FastUpdates(SFTTrainer):  # type: ignore[misc]
         """
         if self.args.loss_head == "trl":
             return False
-        model: Any = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        model = below_adapters(self.model)
         # ZeRO-3 gives the output layer its weight inside the layer's own forward only; TRL's head asks for it.
         refusal = "DeepSpeed holds its weights" if self.is_deepspeed_enabled else head_refusal(model)
         if refusal is not None:
@@ -65,13 +67,11 @@ class FastUpdates(SFTTrainer):  # type: ignore[misc]
 
     def _wants_fused_adamw(self, optimizer: Any) -> bool:
         # Deepspeed and FSDP1 clip by themselves; fp16's GradScaler looks at gradients that clipping leaves as they are.
-        plain = self.accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_GPU) or (
-            self.accelerator.distributed_type in (DistributedType.MULTI_CPU, DistributedType.FSDP)
-            and (self.accelerator.distributed_type != DistributedType.FSDP or self.accelerator.is_fsdp2)
-        )
+        kind = self.accelerator.distributed_type
+        ours_to_clip = kind in _OURS_TO_CLIP or (kind == DistributedType.FSDP and self.accelerator.is_fsdp2)
         if not (
             self.args.fused_optimizer
-            and plain
+            and ours_to_clip
             and not self.args.fp16
             and type(optimizer) is torch.optim.AdamW
             and all(group["fused"] for group in optimizer.param_groups)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_speedkit.core.errors import ConfigurationError, SpeedkitError
-from hf_speedkit.trainer.agreement import agree
+from hf_speedkit.trainer.agreement import agree, runs_alone
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments
@@ -258,7 +258,7 @@ def _refuse_other_layouts(model: torch.nn.Module) -> None:
     """Stop if the ranks' models differ in a name, shape or dtype: sending weights would mix them up or hang."""
     import torch.distributed as dist
 
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if runs_alone():
         return
     described = {key: (str(value.dtype), *value.shape) for key, value in model.state_dict().items()}
     digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()
