@@ -171,7 +171,7 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
         """Checkpoint a third more of the layers left alone where the allocator had to search for memory.
 
         It finds some, by giving its cache back and asking the driver anew: right, but it stops host and device. With 17
-        of 64 layers left alone and no room for them, a 27B on two H200 did 2,346 tokens/s per GPU (benchmarks/NOTES.md).
+        of 64 layers left alone and no room for them, a 27B did 2,346 tokens/s per H200 (benchmarks/NOTES.md).
         """
         searches, self._searches = memory.searches() - self._searches, memory.searches()
         if self._step == _LOOKS[0]:  # the step in which the new sizes were first asked for
