@@ -71,6 +71,7 @@ def timed(trainer):
 
 
 def scenarios(path, rank):
+    import torch
     from checkpoint_run import SignalAt, losses
 
     from hf_speedkit.trainer.checkpoint_files import read_manifest
@@ -83,6 +84,9 @@ def scenarios(path, rank):
         yield f"step_time_s {name}", [e["speed/step_time_s"] for e in trainer.state.log_history if "loss" in e][1:]
         yield f"wait_s {name}", [median(waits), max(waits[2:])]
 
+    # Curves of bf16 weights are compared: sums by atomics, as in attention's backward, would drive them apart.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
     whole = trainer_for(path / "whole", save_strategy="no")
     whole.train()
     callbacks = [SignalAt(12, signal.SIGTERM)] if rank == 1 else []
@@ -109,7 +113,9 @@ def scenarios(path, rank):
 if __name__ == "__main__":
     out, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     out.mkdir(parents=True, exist_ok=True)
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # before CUDA starts: what deterministic products need
     said = {}
     for key, value in scenarios(out, rank):
         said.setdefault(key, []).append(value)
-    (out / f"said{rank}.json").write_text(json.dumps(said, indent=1))
+        # After each: what was measured stays where a later part fails.
+        (out / f"said{rank}.json").write_text(json.dumps(said, indent=1))

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from support import tiny_hybrid, tokenized
 from transformers import TrainerCallback
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 from two_process_run import build
 
 from hf_speedkit.trainer.prepared import shard_groups
@@ -33,16 +32,10 @@ class Gradients(TrainerCallback):
             }
 
 
-class NormOfAnotherName(Qwen3_5RMSNorm):
-    """As in a vision-language model: accelerate finds no final norm, and shards the head alone."""
-
-
-NormOfAnotherName.__name__ = "FinalScale"
-
-
-def lone_head():
-    model = tiny_hybrid()
-    model.model.norm.__class__ = NormOfAnotherName
+def lone_head(model=None):
+    """As in a vision-language model: accelerate finds no final norm by its name, and shards the head alone."""
+    model = tiny_hybrid() if model is None else model
+    model.model.norm.__class__ = type("FinalScale", (type(model.model.norm),), {})
     return model
 
 
