@@ -2,7 +2,7 @@
 
 torchrun --nproc_per_node 2 tests/trainer/fsdp_gpu_run.py accumulation FOLDER
 
-The models are of full attention: FSDP2 is what is looked at, and fla's kernels are not made for fp32 heads of 8 numbers.
+The models are of full attention: FSDP2 is looked at, and fla's kernels are not made for fp32 heads of 8 numbers.
 """
 
 from __future__ import annotations
