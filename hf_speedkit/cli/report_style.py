@@ -9,6 +9,7 @@ TIMELINE_COLOURS = {
     "norm": "#12908e",
     "element-wise": "#e08a1e",
     "copy": "#c9b458",
+    "FSDP copy": "#a8862f",
     "optimizer": "#4d8c3a",
     "communication": "#c0392b",
     "reduction": "#5b8ff0",

@@ -146,10 +146,11 @@ def _tables(summary: TraceSummary) -> list[str]:
             ),
         )
     )  # fmt: skip
+    grouped = sum(row.total_ns for row in summary.groups) or 1
     groups = table(
         "Kernels by what they are",
         ("group", "launches", "total", "share"),
-        ((row.group, f"{row.calls:,}", ms(row.total_ns), percent(row.total_ns / device)) for row in summary.groups),
+        ((row.group, f"{row.calls:,}", ms(row.total_ns), percent(row.total_ns / grouped)) for row in summary.groups),
     )
     where = "".join(_device(one) for one in summary.devices)
     return [*tables, f'<div class="pair"><div>{groups}</div><div>{where}{_per_step(summary)}</div></div>']

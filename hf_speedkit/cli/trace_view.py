@@ -111,7 +111,7 @@ def _tables(console: Console, summary: TraceSummary, top: int) -> None:
     if summary.kernels is None:
         console.print(Text(f"GPU kernels: unknown, {printable(summary.device_unknown or 'not given')}"))
         return
-    total = summary.device_time_ns or 1
+    total, grouped = summary.device_time_ns or 1, sum(row.total_ns for row in summary.groups) or 1
     _table(
         console,
         f"GPU kernels: {summary.launches or 0:,} launches, {ms(total)}",
@@ -126,7 +126,7 @@ def _tables(console: Console, summary: TraceSummary, top: int) -> None:
         console,
         "Kernels by what they are",
         ("group", "calls", "total", "share"),
-        ((row.group, f"{row.calls:,}", ms(row.total_ns), percent(row.total_ns / total)) for row in summary.groups),
+        ((row.group, f"{row.calls:,}", ms(row.total_ns), percent(row.total_ns / grouped)) for row in summary.groups),
     )
     for device in summary.devices:
         _device(console, device)

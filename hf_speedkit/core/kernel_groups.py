@@ -11,6 +11,7 @@ import re
 
 COMMUNICATION = "communication"
 COPY = "copy"
+FSDP_COPY = "FSDP copy"
 OPTIMIZER = "optimizer"
 LINEAR_ATTENTION = "linear attention"
 ATTENTION = "attention"
@@ -23,10 +24,17 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
         r"nccl|rccl|nvshmem|msccl|deep_?ep|ep::(inter|intra)node|symm_?mem|multimem|(one|two)_shot_all|mscclpp"
         r"|allreduce_kernel|cross_device_reduce",
     ),
-    (OPTIMIZER, r"multi_tensor_apply|adam|adagrad|lamb_|fused_sgd|FusedSgd|lion_|muon|l2norm_scale|clip_grad"),
+    # FSDP2 around its collectives (torch 2.11, _fsdp_collectives.py): _foreach_copy_ into the buffer of the all-gather,
+    # told from an optimizer's multi_tensor_apply by its functor; the split behind it; chunk_cat before reduce-scatter.
+    (FSDP_COPY, r"multi_tensor_apply.*\bCopy<|split_with_sizes_copy_out|chunk_cat_cuda"),
+    (
+        OPTIMIZER,
+        r"multi_tensor_apply|adam|adagrad|lamb_|fused_sgd|FusedSgd|lion_|muon|l2norm_scale|clip_grad|sum_of_squares",
+    ),
     (
         LINEAR_ATTENTION,
-        r"gated_delta|delta_rule|chunk_(fwd|bwd)_kernel|chunk_(local|global)_cumsum|chunk_scaled_dot_kkt|chunk_o_fwd"
+        # TileLang names a kernel after its function; fla 0.6.0's chunk_bwd.py (Hopper's backward) calls it `kernel`.
+        r"^kernel_kernel$|gated_delta|delta_rule|chunk_(fwd|bwd)_kernel|chunk_(local|global)_cumsum|chunk_scaled_dot_kkt|chunk_o_fwd"
         r"|chunk_h_(fwd|bwd)|chunk_dqkwg|chunk_dv_local|chunk_dg_bwd|recompute_w_u|wy_repr|solve_tril"
         r"|merge_16x16_to_\d+x\d+_inverse|fused_recurrent|fused_chunk|gdn_|fused_beta_sigmoid|flash_?qla|kda_"
         r"|tilelang.*chunk|chunk_scan|chunk_state|chunk_cumsum|bmm_chunk|state_passing|selective_scan|ssd_"
@@ -47,7 +55,7 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
         r"layer_?norm|rms_?norm|batch_?norm|group_?norm|GammaBeta|bn_(fw|bw)|l2norm|triton_(red|per)_fused.*rsqrt"
         r"|triton_(red|per)_fused.*norm|RowwiseMoments|ComputeInternalGradients",
     ),
-    ("loss and softmax", r"cross_entropy|nll_loss|NLLCriterion|soft_?max|logsumexp|_ce_|kl_div|jsd"),
+    ("loss and softmax", r"cross_entropy|nll_(loss|kernel)|NLLCriterion|soft_?max|logsumexp|_ce_|kl_div|jsd"),
     (
         "GEMM",
         r"gemm|gemv|nvjet|xmma|cutlass|splitK|Cijk_|cublas|\bmatmul|_matmul_|hmma|wgmma|triton_tem_fused.*mm|dot_kernel"
@@ -60,7 +68,8 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     ),
     (
         "embedding and index",
-        r"embedding|index|gather|scatter|masked_select|nonzero|RadixSort|\bsort|cub::|take_|topk|searchsorted|unique",
+        r"embedding|index|gather|scatter|masked_select|nonzero|RadixSort|\bsort|cub::|take_|topk|searchsorted|unique"
+        r"|compute_grad_weight|partials?_(per_)?segment",  # the last two: an embedding's backward
     ),
     ("dropout and random", r"dropout|distribution_|philox|uniform|normal_kernel|bernoulli|random"),
     ("reduction", r"reduce_kernel|reduce_|triton_(red|per)_|cumsum|scan_|prefix_sum"),

@@ -187,7 +187,7 @@ def device_bound(signals: Signals) -> Finding:
     """Nothing keeps the device waiting: the healthy case, with what limits it next. Called when no other limit is."""
     device, trace = signals.device, signals.trace
     groups = [row for row in trace.groups if row.total_ns]
-    total = trace.device_time_ns or 1
+    total = sum(row.total_ns for row in groups) or 1
     shares = tuple(f"{row.group} {percent(row.total_ns / total)} of device time" for row in groups[:5])
     largest = groups[0].group if groups else None
     busy = (

@@ -183,7 +183,8 @@ class TraceSummary:
         runtime_calls: runtime and driver calls.
         annotations: named ranges on the host. device_annotations: those the profiler repeats on the device.
         devices: one entry per device that ran anything.
-        groups: device time by what it is.
+        groups: device time by what it is, of work that the marked steps launched; what was still queued from the step
+            before is in the other tables only.
         syncs: blocking calls inside the steps by cause. sync_calls: blocking calls of the whole file.
         modules: time per module where the trace says.
         overhead_ns: union of the profiler's own recorded work.

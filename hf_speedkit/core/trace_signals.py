@@ -105,7 +105,7 @@ class Signals:
 
     def group_share(self, group: str) -> float:
         """Share of device time of one group."""
-        total = self.trace.device_time_ns or 0
+        total = sum(row.total_ns for row in self.trace.groups)
         return sum(row.total_ns for row in self.trace.groups if row.group == group) / total if total else 0.0
 
     @cached_property

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from hf_speedkit.core.trace_rows import CallRow, CpuOpRow, GroupRow, KernelRow
 from hf_speedkit.measure.trace_columns import DEVICE_KINDS, Columns, Table
 from hf_speedkit.measure.trace_intervals import Lanes, Nesting
-from hf_speedkit.measure.trace_work import NAME_LIMIT, Work
+from hf_speedkit.measure.trace_work import NAME_LIMIT, Mask, Work
 
 Ints = npt.NDArray[np.int64]
 
@@ -102,9 +102,9 @@ def kernel_rows(columns: Columns, work: Work) -> tuple[KernelRow, ...]:
     return tuple(rows)
 
 
-def group_rows(work: Work) -> tuple[GroupRow, ...]:
-    """Device time by what it is, largest first."""
-    numbers, calls, total = _by_name(work.group, work.events.duration, len(work.groups))
+def group_rows(work: Work, chosen: Mask) -> tuple[GroupRow, ...]:
+    """Device time of the chosen events by what it is, largest first."""
+    numbers, calls, total = _by_name(work.group[chosen], work.events.duration[chosen], len(work.groups))
     rows = [
         GroupRow(group=work.groups[number], calls=int(count), total_ns=int(time))
         for number, count, time in zip(numbers, calls, total, strict=True)

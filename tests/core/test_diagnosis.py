@@ -319,7 +319,7 @@ def test_cheap_masked_attention_is_not_worth_a_word():
 def test_v60_mask_building_is_one_line_beside_attention():
     groups = (*HEALTHY.groups, GroupRow(group="mask building", calls=9, total_ns=20 * MS))
     (finding,) = [f for f in diagnose(replace(HEALTHY, groups=groups)) if f.rule == "mask_building"]
-    assert finding.message == "Mask build 21 % of device time, attention 11 %."
+    assert finding.message == "Mask build 17 % of device time, attention 8.7 %."
     assert finding.severity is Severity.WARNING
 
 

@@ -179,6 +179,26 @@ def test_the_rank_with_most_work_of_its_own_is_the_slowest(tmp_path):
         ("triton_red_fused_mean_rsqrt_3", "norm"),
         ("void at::native::reduce_kernel<512, 1, ReduceOp<float>>", "reduction"),
         ("void at::native::(anonymous namespace)::indexSelectLargeIndex<...>", "embedding and index"),
+        # H200, 27B under FSDP2, torch 2.11 (trace of 2026-11-29); shortened where the name is long
+        (
+            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<2>, UnaryOpFunctor"
+            "<c10::BFloat16, 2, 1, 1>, at::native::Copy<c10::BFloat16, c10::BFloat16> >(TensorListMetadata<2>)",
+            "FSDP copy",
+        ),
+        ("at::native::detail::split_with_sizes_copy_out_contiguous_no_cast_kernel(char**, char**)", "FSDP copy"),
+        ("void at::native::detail::chunk_cat_cuda_kernel<char, char>(char**, char*, long*)", "FSDP copy"),
+        ("_sum_of_squares_kernel", "optimizer"),
+        ("_adamw_kernel", "optimizer"),
+        ("_nll_kernel", "loss and softmax"),
+        ("_block_rms_norm_backward_kernel", "norm"),
+        ("_swiglu_backward_kernel", "element-wise"),
+        ("kernel_kernel", "linear attention"),
+        ("my_kernel_kernel", "other"),
+        (
+            "void at::native::(anonymous namespace)::compute_grad_weight<c10::BFloat16, long>(long const*)",
+            "embedding and index",
+        ),
+        ("void at::native::(anonymous namespace)::krn_partials_per_segment<long>(long*)", "embedding and index"),
         ("a kernel no one has heard of", "other"),
     ],
 )

@@ -211,6 +211,13 @@ def test_v60_mask_building_is_a_group_of_its_own(tmp_path):
     assert {row.group: row.total_ns for row in summary.groups} == {"mask building": 60_000, "attention": 180_000}
 
 
+def test_work_still_queued_from_the_step_before_is_in_no_group(tmp_path):
+    trace = TraceFile().device("gemm", 0, 300, correlation=99).step(1, 10, 400).launch(20, "gemm", 300, 50)
+    summary = summarize_trace(trace.write(tmp_path / "t.json"))
+    assert [(row.group, row.calls, row.total_ns) for row in summary.groups] == [("GEMM", 1, 50_000)]
+    assert summary.device_time_ns == 350_000
+
+
 def test_modules_of_stacks_get_their_forward_and_their_backward(tmp_path):
     trace = TraceFile().step(1, 0, 1000)
     trace.add("python_function", "nn.Module: Model_0", 10, 200)
