@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 GIB = 2**30
@@ -76,25 +77,56 @@ def devices_needed(state: TrainingState, memory_gib: float) -> int:
     return math.ceil(state.total / (memory_gib * GIB))
 
 
-def memory_to_spare(total: int, *, others: int, reserved: int) -> int:
-    """Bytes of a device that further activations may take beyond a measured peak; may be negative.
+def room_for_tensors(total: int, *, others: int, unused: int) -> int:
+    """Bytes of a device that tensors may take.
 
-    What the allocator holds without using it is not counted on: it is there, but in pieces. Four hundredths of the
-    device stay free for libraries that allocate by themselves.
+    Four hundredths of the device stay free for libraries that allocate by themselves.
 
     Args:
         total: bytes of the device.
         others: bytes that are taken outside the allocator (context, communication buffers, other processes).
-        reserved: peak of what the allocator holds, in bytes.
+        unused: bytes that the allocator held without using them. They are there, but in pieces: not counted on.
     """
-    return total - total // 25 - others - reserved
+    return total - total // 25 - others - unused
 
 
-def layers_that_fit(kept: list[int], spare: int) -> int:
-    """How many layers, the first of `kept` first, can keep their activations in `spare` bytes."""
-    taken = 0
-    for number, size in enumerate(kept):
-        taken += size
-        if taken > spare:
-            return number
-    return len(kept)
+@dataclass(frozen=True, slots=True)
+class StepPeaks:
+    """The most bytes of tensors in each part of a training step.
+
+    Args:
+        forward: until the backward pass reaches the last layer: forward passes, loss, the loss's own backward.
+        backward: for each layer, first layer first, in its backward pass; the first layer's has the optimizer in it.
+    """
+
+    forward: int
+    backward: Sequence[int]
+
+
+def layers_that_fit(kept: Sequence[int], peaks: StepPeaks, *, already: Collection[int], room: int) -> int:
+    """How many layers, the last ones, can keep their activations in `room` bytes.
+
+    What a layer keeps is there from its forward pass to its own backward pass, and the last layers' goes first: where
+    memory is highest at the end of the backward pass, as with whole gradients on few GPUs, it is gone by then.
+
+    Args:
+        kept: bytes that each layer keeps if it is not checkpointed, first layer first.
+        peaks: of a step.
+        already: the layers that kept their activations in that step.
+        room: bytes that tensors may take.
+    """
+    count = len(kept)
+    while count and _most_bytes(kept, peaks, already, range(len(kept) - count, len(kept))) > room:
+        count -= 1
+    return count
+
+
+def _most_bytes(kept: Sequence[int], peaks: StepPeaks, already: Collection[int], alone: Collection[int]) -> int:
+    """The peak of the step in which `alone` keep their activations, from one in which `already` did."""
+    highest = more = 0
+    for number, (size, peak) in enumerate(zip(kept, peaks.backward, strict=True)):
+        more += size * ((number in alone) - (number in already))
+        # A checkpointed layer makes what it would have kept again in its own backward pass.
+        again = size * ((number in already) - (number in alone))
+        highest = max(highest, peak + more + again)
+    return max(highest, peaks.forward + more)

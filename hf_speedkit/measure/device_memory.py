@@ -21,6 +21,10 @@ class DeviceMemory:
         """Count the peak anew."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
+    def peak_allocated(self) -> int:
+        """The most that tensors took."""
+        return torch.cuda.max_memory_allocated(self.device)
+
     def peak_reserved(self) -> int:
         """The most that the allocator held, pieces that no tensor used included."""
         return torch.cuda.max_memory_reserved(self.device)

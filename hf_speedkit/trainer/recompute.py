@@ -1,9 +1,9 @@
 """Activation checkpointing of as few layers as memory asks for: measured in the first steps, then fixed.
 
 Checkpointing every layer recomputes each layer's forward pass, a quarter of all the work, whether memory is short or
-not. Rows have one shape, so what a layer keeps is the same in every step: the second step's peak (the first has no
-optimizer state yet beside its activations) and the bytes one layer keeps say how many layers need not be checkpointed.
-The values computed are the same either way.
+not. Rows have one shape, so what a layer keeps is the same in every step: the peaks of the second step's parts (the
+first step has no optimizer state yet beside its activations) and the bytes one layer keeps say how many layers need not
+be checkpointed. The values computed are the same either way.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from transformers import TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_speedkit.core.errors import ConfigurationError
-from hf_speedkit.core.memory import GIB, layers_that_fit, memory_to_spare
+from hf_speedkit.core.memory import GIB, layers_that_fit, room_for_tensors
 from hf_speedkit.measure.device_memory import DeviceMemory, device_memory
+from hf_speedkit.trainer.peak_watch import PeakWatch
 from hf_speedkit.trainer.reduction import gather_over_ranks
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
         self._memory_of = memory
         self._memory: DeviceMemory | None = None
         self._candidates: list[_Layer] = []
+        self._peaks: PeakWatch | None = None
         self._searches = 0
         self._step = 0
 
@@ -104,8 +106,6 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
         self._step = 0
         measures = self.layers == AUTO and self._packed and self._candidates
         self._memory = self._memory_of(args.device) if measures else None
-        if self._memory is not None:
-            self._memory.reset_peak()
         if isinstance(self.layers, int):
             if self.layers > self.total:
                 raise ConfigurationError(
@@ -120,17 +120,23 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
         if self._memory is None:
             return
         if self._step == 1:
-            # One layer of each kind keeps its activations in step 2, and what it keeps is noted.
-            for layer in {layer.kind: layer for layer in self._candidates}.values():
+            # The last layer of each kind keeps its activations in step 2, and what it keeps is noted.
+            for layer in self._last_of_each_kind().values():
                 layer.switch(False)
                 self._watch(layer, self._memory)
-        elif self._step == 2:
-            self._choose(self._memory, args.device)
+            self._memory.give_back_cache()  # what the proofs and the first step left in pieces is not step 2's
+            self._peaks = PeakWatch([layer.module for layer in self._candidates], self._memory)
+        elif self._peaks is not None:
+            self._choose(self._peaks, self._memory, args.device)
+            self._peaks = None
         elif self._step in _LOOKS and self.checkpointed != self.total:
             self._look(self._memory, args.device)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the layers as they were found."""
+        if self._peaks is not None:
+            self._peaks.finish()
+            self._peaks = None
         for layer in self._candidates:
             layer.switch(True)
 
@@ -157,15 +163,25 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
 
         module.forward = forward
 
-    def _choose(self, memory: DeviceMemory, device: torch.device) -> None:
-        spare = memory_to_spare(memory.total(), others=memory.others(), reserved=memory.peak_reserved())
-        kept = [self.kept_bytes.get(layer.kind) for layer in reversed(self._candidates)]
-        left_alone = 0 if None in kept else layers_that_fit([size for size in kept if size is not None], spare)
+    def _last_of_each_kind(self) -> dict[tuple[str, ...], _Layer]:
+        return {layer.kind: layer for layer in self._candidates}
+
+    def _choose(self, watch: PeakWatch, memory: DeviceMemory, device: torch.device) -> None:
+        peaks, unused = watch.finish()
+        room = room_for_tensors(memory.total(), others=memory.others(), unused=unused)
+        kept = [self.kept_bytes.get(layer.kind) for layer in self._candidates]
+        watched = list(self._last_of_each_kind().values())
+        already = [number for number, layer in enumerate(self._candidates) if layer in watched]
+        known = [size for size in kept if size is not None]
+        left_alone = layers_that_fit(known, peaks, already=already, room=room) if len(known) == len(kept) else 0
         # Ranks that recompute differently would wait for one another in every step.
         self._settle(int(min(row[0] for row in gather_over_ranks([left_alone], device))))
         memory.give_back_cache()
         sizes = " or ".join(sorted({f"{size / GIB:.2f}" for size in self.kept_bytes.values()}))
-        logger.info("%s; %.1f GiB were to spare, a layer keeps %s GiB", self.line(), max(0, spare) / GIB, sizes)
+        logger.info(
+            "%s; tensors took %.1f GiB of %.1f at most before the backward pass and %.1f in it, a layer keeps %s GiB",
+            self.line(), peaks.forward / GIB, room / GIB, max(peaks.backward) / GIB, sizes,
+        )  # fmt: skip
 
     def _look(self, memory: DeviceMemory, device: torch.device) -> None:
         """Checkpoint a third more of the layers left alone where the allocator had to search for memory.

@@ -1,5 +1,7 @@
 """Which layers are checkpointed, and that the choice changes no number."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from support import tiny_hybrid, tokenized
@@ -7,7 +9,8 @@ from test_sft import trainer_for
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from hf_speedkit.core.errors import ConfigurationError
-from hf_speedkit.core.memory import GIB, layers_that_fit, memory_to_spare
+from hf_speedkit.core.memory import GIB, StepPeaks, layers_that_fit, room_for_tensors
+from hf_speedkit.trainer.peak_watch import PeakWatch
 from hf_speedkit.trainer.recompute import checkpointed_layers
 
 
@@ -88,27 +91,44 @@ def test_padded_rows_are_never_measured(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kept", "spare", "expected"),
-    [([3, 3, 3], 9, 3), ([3, 3, 3], 8, 2), ([5, 1], 4, 0), ([], 10, 0), ([1, 1], -5, 0), ([0, 0], 0, 2)],
+    ("kept", "forward", "backward", "already", "expected"),
+    [
+        ([3, 3, 3], 1, [1, 1, 1], (), 3),
+        ([3, 3, 3], 2, [1, 1, 1], (), 2),
+        ([5, 1], 6, [1, 1], (), 1),  # the last layer first
+        ([], 10, [], (), 0),
+        ([1, 1], 11, [1, 1], (), 0),
+        ([0, 0], 10, [1, 1], (), 2),
+        # Memory is highest in the first layers' backward passes: what the last layers keep is gone by then.
+        ([3, 3, 3, 3], 1, [10, 9, 3, 3], (), 3),
+        ([3, 3, 3, 3], 1, [10, 9, 8, 3], (), 2),
+        # What a layer keeps instead of making it again is in its own backward pass once, not twice.
+        ([3, 3], 1, [1, 10], (), 1),
+        # What layers kept already in the step that was watched is not counted again.
+        ([3, 3, 3], 8, [2, 5, 8], (1, 2), 2),
+        ([3, 3, 3], 8, [2, 5, 8], (), 0),
+        ([3, 3, 3], 4, [5, 7, 7], (1, 2), 3),
+    ],
     ids=str,
 )
-def test_as_many_layers_as_fit_keep_their_activations(kept, spare, expected):
-    assert layers_that_fit(kept, spare) == expected
+def test_as_many_of_the_last_layers_as_fit_keep_their_activations(kept, forward, backward, already, expected):
+    assert layers_that_fit(kept, StepPeaks(forward, backward), already=already, room=10) == expected
 
 
-def test_memory_to_spare_leaves_a_margin_and_does_not_count_on_an_unused_reserve():
-    assert memory_to_spare(100 * GIB, others=2 * GIB, reserved=60 * GIB) == 34 * GIB
+def test_room_leaves_a_margin_and_does_not_count_on_an_unused_reserve():
+    assert room_for_tensors(100 * GIB, others=2 * GIB, unused=20 * GIB) == 74 * GIB
 
 
 class FakeMemory:
     """A GPU of 100 bytes: tensors take what they are said to, and memory is searched for while more than fits is kept.
 
     Args:
-        trainer: whose layers take memory. kept: bytes of one layer. fits: layers that really fit.
+        trainer: whose layers take memory. kept: bytes of one layer. peak: bytes of tensors in every part of a step.
+        fits: layers that really fit.
     """
 
-    def __init__(self, trainer, *, kept, reserved, fits):
-        self.trainer, self.kept, self.reserved, self.fits = trainer, kept, reserved, fits
+    def __init__(self, trainer, *, kept, peak, fits):
+        self.trainer, self.kept, self.peak, self.fits = trainer, kept, peak, fits
         self.now = self.found = self.emptied = 0
 
     def allocated(self):
@@ -118,8 +138,11 @@ class FakeMemory:
     def reset_peak(self):
         self.found = 0
 
+    def peak_allocated(self):
+        return self.peak
+
     def peak_reserved(self):
-        return self.reserved
+        return self.peak + 5
 
     def total(self):
         return 100
@@ -137,18 +160,18 @@ class FakeMemory:
 
 
 @pytest.mark.parametrize(
-    ("reserved", "kept", "fits", "expected"),
+    ("peak", "kept", "fits", "expected"),
     [
-        (40, 10, 4, 0),  # 100 - 4 - 6 - 40 = 50 bytes: room for five layers, and there are four
-        (65, 10, 4, 2),  # 25 bytes: room for two
-        (95, 10, 4, 4),
+        (40, 10, 4, 0),  # room for 100 - 4 - 6 - 5 = 85 bytes; two of four layers kept theirs in the step of 40
+        (85, 10, 4, 2),
+        (96, 10, 4, 4),
         (40, 10, 1, 3),  # the choice was wrong: four left alone, then two, then one
         (40, 10, 0, 4),
     ],
 )
-def test_auto_measures_chooses_and_corrects_itself(tmp_path, reserved, kept, fits, expected):
+def test_auto_measures_chooses_and_corrects_itself(tmp_path, peak, kept, fits, expected):
     trainer = trainer_for(tmp_path, activation_checkpointing=True, max_steps=12, num_train_epochs=20)
-    memory = FakeMemory(trainer, kept=kept, reserved=reserved, fits=fits)
+    memory = FakeMemory(trainer, kept=kept, peak=peak, fits=fits)
     trainer.recompute._memory_of = lambda device: memory
     trainer.train()
     assert set(trainer.recompute.kept_bytes.values()) == {kept}
@@ -158,24 +181,35 @@ def test_auto_measures_chooses_and_corrects_itself(tmp_path, reserved, kept, fit
     assert trainer.recompute.line() in trainer.summary().changed_layers
 
 
-def test_the_peak_is_that_of_a_step_with_optimizer_state_and_an_evaluation_is_not_measured(tmp_path):
+def test_peaks_are_those_of_a_step_with_optimizer_state_each_in_its_part_and_without_evaluations(tmp_path):
+    parts = []
+
     class Grows(FakeMemory):
-        def peak_reserved(self):
-            return 40 if self.trainer.state.global_step < 2 else 65
+        def peak_allocated(self):
+            return 40 if self.trainer.state.global_step < 1 else 85
 
         def allocated(self):
             self.now += self.kept if torch.is_grad_enabled() else 1
             return self.now
 
     trainer = trainer_for(
-        tmp_path, activation_checkpointing=True, max_steps=3, num_train_epochs=20,
+        tmp_path, activation_checkpointing=True, max_steps=3, num_train_epochs=20, gradient_accumulation_steps=2,
         eval_strategy="steps", eval_steps=1, eval_dataset=tokenized([9, 4, 17]),
     )  # fmt: skip
-    memory = Grows(trainer, kept=10, reserved=0, fits=4)
+    memory = Grows(trainer, kept=10, peak=0, fits=4)
     trainer.recompute._memory_of = lambda device: memory
-    trainer.train()
+    enter = PeakWatch._enter
+
+    def noted(self, part):
+        parts.append(part)
+        enter(self, part)
+
+    with patch.object(PeakWatch, "_enter", noted):
+        trainer.train()
     assert set(trainer.recompute.kept_bytes.values()) == {10}
     assert trainer.recompute.checkpointed == 2
+    # Two micro-batches of step 2; the evaluation after step 1 has a forward pass only, and so has the end.
+    assert parts == [-1, -1, 3, 2, 1, 0, -1, 3, 2, 1, 0, -1]
 
 
 @pytest.mark.gpu
