@@ -7,24 +7,26 @@ of these packages abort the interpreter when they do not fit the machine.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import metadata, util
+from pathlib import Path
 
 from hf_speedkit.kernels.requirements import FUNCTIONS, INTERNAL_PATHS
 
 IMPORT_TIMEOUT_S = 120.0
 """A hanging import must not hang the job; one that works takes seconds."""
 
-_MARK = "speedkit-import-result:"
-_SCRIPT = f"""
-import importlib, inspect, json, sys
+_SCRIPT = """
+import importlib, inspect, json, os, sys
 def find(package, path, name):
     found = importlib.import_module(package)
     for part in (path.split(".") if path else []) + [name]:
@@ -32,26 +34,36 @@ def find(package, path, name):
     if found is None and path:
         found = getattr(importlib.import_module(package + "." + path), name, None)
     return found
-package, paths = json.loads(sys.argv[1])
-results = {{}}
+def words(error):
+    try:
+        return type(error).__name__ + ": " + str(error)
+    except BaseException:
+        return type(error).__name__
+package, paths, file = json.loads(sys.argv[1])
+results = {}
 for name, path in paths.items():
     where = ".".join([package] + ([path] if path else []) + [name])
     try:
         function = find(package, path, name)
         if function is None:
-            results[name] = ["lacks", where, None]
+            place = getattr(sys.modules[package], "__file__", None)
+            results[name] = ["lacks", where, None, place]
         else:
-            results[name] = ["works", None, list(inspect.signature(function).parameters)]
+            results[name] = ["works", None, list(inspect.signature(function).parameters), None]
     except BaseException as error:
         missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
         if missing == package:
-            results[name] = ["absent", None, None]
+            results[name] = ["absent", None, None, None]
         elif missing.split(".")[0] == package:
-            results[name] = ["lacks", where, None]
+            results[name] = ["lacks", where, None, getattr(sys.modules.get(package), "__file__", None)]
         else:
-            results[name] = ["fails", type(error).__name__ + ": " + str(error), None]
-print({_MARK!r} + json.dumps(results))
+            results[name] = ["fails", words(error), None, None]
+with open(file, "w", encoding="utf-8") as stream:
+    stream.write(json.dumps(results))
+os._exit(0)  # threads that it started, and what it does at exit, are not the question
 """
+
+_SHOWN_CHARACTERS = 400
 
 
 class ImportStatus(StrEnum):
@@ -75,12 +87,14 @@ class ImportOutcome:
         version: of the distribution; None where there is no metadata.
         detail: the exception (FAILS) or the full name that is missing (LACKS); None otherwise.
         parameters: names of the function's parameters; None unless it works.
+        shadow: file that was imported in the package's name and is not the package's (LACKS); None otherwise.
     """
 
     status: ImportStatus
     version: str | None = None
     detail: str | None = None
     parameters: tuple[str, ...] | None = None
+    shadow: str | None = None
 
 
 def import_outcomes(
@@ -107,47 +121,96 @@ def import_outcomes(
         name: ImportOutcome(
             status=ImportStatus(status),
             version=version,
-            detail=detail,
+            detail=None if detail is None else _one_line(detail),
             parameters=None if parameters is None else tuple(parameters),
+            shadow=place if place is not None and not _is_of_the_package(place, package) else None,
         )
-        for name, (status, detail, parameters) in results.items()
+        for name, (status, detail, parameters, place) in results.items()
     }
 
 
 def is_installed(package: str) -> bool:
-    """Whether a top-level package can be found, without importing it. Says nothing about whether it works."""
+    """Whether a top-level package can be found, without importing it. Says nothing about whether it works.
+
+    A folder of that name without an `__init__.py` (a clone, an output folder) is no package.
+    """
     try:
-        return util.find_spec(package) is not None
+        spec = util.find_spec(package)
     except ValueError:  # already imported, by something that gave it no spec
         return True
+    return spec is not None and spec.origin is not None
 
 
 def installed_version(package: str) -> str | None:
     """Version of the distribution that a package comes from; None if there is no metadata for it."""
+    found = _distribution(package)
+    return found.version if found is not None else None
+
+
+def _distribution(package: str) -> metadata.Distribution | None:
     names = {row.distribution.split(">")[0] for row in FUNCTIONS.values() if row.package == package}
     for name in (*sorted(names), package):
         try:
-            return metadata.version(name)
+            return metadata.distribution(name)
         except metadata.PackageNotFoundError:
             continue
     return None
 
 
-def _import_elsewhere(
-    package: str, paths: Mapping[str, str | None], timeout_s: float
-) -> dict[str, tuple[str, str | None, list[str] | None]] | str:
+def _is_of_the_package(file: str, package: str) -> bool:
+    """Whether a file lies where the package's distribution was installed, or is built in place (an editable one)."""
+    found = _distribution(package)
+    if found is None:
+        return False
+    editable = '"editable": true' in (found.read_text("direct_url.json") or "")
+    return editable or Path(file).resolve().is_relative_to(Path(str(found.locate_file(""))).resolve())
+
+
+_Results = dict[str, tuple[str, str | None, list[str] | None, str | None]]
+
+
+def _import_elsewhere(package: str, paths: Mapping[str, str | None], timeout_s: float) -> _Results | str:
     """The results by function, or in words why the process gave none."""
-    command = [sys.executable, "-c", _SCRIPT, json.dumps([package, paths])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
-    except subprocess.TimeoutExpired:
-        return f"the import did not end within {timeout_s:.0f} s"
-    for line in reversed(done.stdout.splitlines()):
-        if line.startswith(_MARK):
-            results: dict[str, tuple[str, str | None, list[str] | None]] = json.loads(line.removeprefix(_MARK))
+    # Results and last words go through files: a package may print what it likes, close its output, or leave a child
+    # behind that holds a pipe open.
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "stderr").open("w+b") as errors:
+        file = Path(folder) / "results"
+        # -P: what lies in the working folder must not take a package's name, unless it does so here as well.
+        command = [sys.executable, "-P", "-c", _SCRIPT, json.dumps([package, paths, str(file)])]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return f"the import did not end within {timeout_s:.0f} s"
+        finally:
+            _end(process)
+        if file.is_file():
+            results: _Results = json.loads(file.read_text(encoding="utf-8"))
             return results
-    last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-    if done.returncode < 0:
-        return f"the import ends the process with {signal.Signals(-done.returncode).name} ({last})"
-    return f"the import ends the process with exit code {done.returncode} ({last})"
+        errors.seek(0)
+        lines = errors.read().decode(errors="replace").strip().splitlines()
+    last = _one_line(lines[-1]) if lines else "it printed nothing"
+    if code < 0:
+        return f"the import ends the process with {signal.Signals(-code).name} ({last})"
+    return f"the import ends the process with exit code {code} ({last})"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the process, if it has not ended, with everything that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _one_line(text: str) -> str:
+    """A message of several lines would tear the table that it is put in."""
+    line = " ".join(text.split())
+    return line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]} ..."

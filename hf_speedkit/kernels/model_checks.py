@@ -22,7 +22,8 @@ SDPA_WARNING_SLOTS = 4096
 _FLASH_PACKAGES = {
     "flash_attention_2": "flash_attn",
     "flash_attention_3": "flash_attn_interface",
-    "flash_attention_4": "flash_attn",
+    # Its import name is flash-attn's folder; the distribution tells the two apart.
+    "flash_attention_4": "flash-attn-4",
 }
 _EXPERTS = ("grouped_mm", "batched_mm", "deepgemm", "sonicmoe")
 
@@ -111,7 +112,7 @@ def judge_attention(implementation: str, config: Any, tokens_per_batch: int | No
         return _judge_sdpa(tokens_per_batch)
     if implementation in _FLASH_PACKAGES:
         package = _FLASH_PACKAGES[implementation]
-        if not live and not is_installed(package):
+        if not live and not is_installed(package) and installed_version(package) is None:
             return Judgement(
                 verdict=KernelVerdict.BLOCKED,
                 evidence=implementation,

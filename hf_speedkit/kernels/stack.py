@@ -30,6 +30,9 @@ DISTRIBUTIONS = (
 )
 """Every distribution that a row of the table names."""
 
+# Nightly builds of torch and other platforms bring triton under another name.
+_OTHER_NAMES = {"triton": ("pytorch-triton", "triton-windows", "pytorch-triton-rocm", "pytorch-triton-xpu")}
+
 
 def read_stack(*, architecture: str | None = None) -> Stack:
     """Read versions from metadata, the GPU and its CUDA from torch, and look for nvcc.
@@ -45,7 +48,7 @@ def read_stack(*, architecture: str | None = None) -> Stack:
     capability, cuda = _gpu()
     return Stack(
         capability=capability if architecture is None else parse_architecture(architecture),
-        versions={name: version for name in DISTRIBUTIONS if (version := _version(name)) is not None},
+        versions={name: version for name in DISTRIBUTIONS if (version := _version_by_any_name(name)) is not None},
         python=platform.python_version(),
         cuda=cuda,
         nvcc=has_nvcc(),
@@ -74,6 +77,11 @@ def has_nvcc() -> bool:
     """Whether a CUDA compiler is on the path or under CUDA_HOME."""
     homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
     return shutil.which("nvcc") is not None or any(home and (Path(home) / "bin/nvcc").is_file() for home in homes)
+
+
+def _version_by_any_name(name: str) -> str | None:
+    names = (name, *_OTHER_NAMES.get(name, ()))
+    return next((version for each in names if (version := _version(each)) is not None), None)
 
 
 def _version(name: str) -> str | None:

@@ -16,8 +16,18 @@ FALLBACK_EVIDENCE = "transformers' torch fallback"
 
 # Packages whose source builds need the torch that is installed, not a fresh one in an isolated environment.
 _BUILT_FROM_SOURCE = ("causal_conv1d", "mamba_ssm")
-# fla 0.6.0 refuses its backward on Hopper with triton [3.4.0, 3.7.1): fla issue 983, met on an H200.
-_VERSIONS = {"triton": "triton>=3.7.1"}
+# Modules that an import was seen to miss and that pip knows by this name. Of others nothing is guessed: the first to
+# register a name can put anything there. fla 0.6.0 refuses its backward on Hopper with triton [3.4.0, 3.7.1): fla
+# pull request 983, met on an H200.
+_REQUIREMENTS = {
+    "triton": "triton>=3.7.1",
+    "einops": "einops",
+    "packaging": "packaging",
+    "ninja": "ninja",
+    "tilelang": "tilelang==0.1.13",
+    "tvm_ffi": "apache-tvm-ffi>=0.1.11,<0.1.13",
+    "causal_conv1d": "causal-conv1d>=1.7",
+}
 
 # How the layers call them: transformers drops a keyword that the implementation's signature does not name, silently.
 _CALLS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -94,6 +104,8 @@ def why_not_bound(package: str, outcome: ImportOutcome) -> str:
         return f"`{package}` is not installed"
     if outcome.status is ImportStatus.FAILS:
         return f"`{package}` is installed but fails to import: {outcome.detail}"
+    if outcome.shadow is not None:
+        return f"{outcome.shadow} is imported in the place of `{package}`, and has no {outcome.detail}"
     if outcome.status is ImportStatus.LACKS:
         return f"`{package}` {outcome.version or '(version unknown)'} imports but has no {outcome.detail}"
     return (
@@ -109,14 +121,24 @@ def command_that_mends(requirement: KernelRequirement, outcome: ImportOutcome) -
         return "start a new process"
     if outcome.status is ImportStatus.ABSENT:
         return f"pip install {flags}{wanted}"
+    if outcome.shadow is not None:
+        return f"rename {outcome.shadow}: its name is taken by a package"
     if outcome.status is ImportStatus.LACKS:
         return f"pip install --upgrade {flags}{wanted}"
     missing = re.search(r"No module named '([\w.]+)'", outcome.detail or "")
-    if missing:
-        module = missing.group(1).partition(".")[0]
-        return f'pip install "{_VERSIONS.get(module, module)}"'
+    module = missing.group(1).partition(".")[0] if missing else ""
+    if module in _REQUIREMENTS:
+        flags = "--no-build-isolation " if module in _BUILT_FROM_SOURCE else ""
+        return f'pip install {flags}"{_REQUIREMENTS[module]}"'
+    if module and not _is_compiled(module):
+        return f"pip install {flags}{wanted}"  # with what it requires, where that is missing
     # Built for another torch or CUDA ("undefined symbol", "cannot open shared object file"), or half installed.
     return f"pip install --force-reinstall --no-deps --no-cache-dir {flags}{wanted}"
+
+
+def _is_compiled(module: str) -> bool:
+    """Whether a module is the package's own compiled part (`selective_scan_cuda`, `_C`), which no other package has."""
+    return module.startswith("_") or module.endswith(("_cuda", "_C", "_ext"))
 
 
 def _judge_signature(implementation: Callable[..., object], requirement: KernelRequirement, evidence: str) -> Judgement:

@@ -67,7 +67,7 @@ def test_fused_kernels_are_left_alone_by_the_binding(tmp_path, monkeypatch):
         (
             "import a_module_that_is_not_there",
             "`fla` is installed but fails to import: ModuleNotFoundError: No module named 'a_module_that_is_not_there'",
-            'pip install "a_module_that_is_not_there"',
+            'pip install "flash-linear-attention>=0.6,<0.7"',
         ),
         (
             "import triton.of.a.kind",
