@@ -177,7 +177,7 @@ def _import_elsewhere(package: str, paths: Mapping[str, str | None], timeout_s: 
         file = Path(folder) / "results"
         # -P: what lies in the working folder must not take a package's name, unless it does so here as well.
         command = [sys.executable, "-P", "-c", _SCRIPT, json.dumps([package, paths, str(file)])]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
         process = subprocess.Popen(
             command,
             env=environment,
