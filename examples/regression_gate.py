@@ -33,6 +33,9 @@ def worse(base, new, slack=SLACK):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        print("usage: regression_gate.py BASE.jsonl NEW.jsonl", file=sys.stderr)
+        sys.exit(2)
     problems = worse(read(sys.argv[1]), read(sys.argv[2]))
     print("\n".join(problems) or "as fast as before")
     sys.exit(1 if problems else 0)

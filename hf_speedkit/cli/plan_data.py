@@ -72,6 +72,8 @@ def from_file(path: Path) -> Documents:
     Raises:
         NotFoundError: no such file, or it holds something else.
     """
+    if not path.is_file():
+        raise NotFoundError(f"no such file: {path}")
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -104,7 +106,8 @@ def from_dataset(
 
     Raises:
         NotFoundError: a dataset or tokenizer that cannot be loaded.
-        DatasetError: no column to count, or a template that writes a line nobody asked for is reported as a finding.
+        DatasetError: no column to count, no chat template, roles that it leaves out. A line that it writes and nobody
+            asked for is a finding.
     """
     from hf_speedkit.packing.documents import document_lengths
 
@@ -146,10 +149,11 @@ def count_tokens(
         found = conversations_of([{**row, "messages": messages, "prompt": None}])
         if not found:
             raise DatasetError("a conversation is no list of messages with roles", mend="use role and content")
+        conversation, own = found[0]
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, **{**template_arguments, **found[0][1]})
+            text = tokenizer.apply_chat_template(conversation, tokenize=False, **{**template_arguments, **own})
         except (TemplateError, TypeError) as error:
-            raise unrenderable(messages, error) from error
+            raise unrenderable(conversation, error) from error
         return {"tokens": len(tokenizer(text, add_special_tokens=False)["input_ids"])}
     if isinstance(row.get(text_field), str):
         return {"tokens": len(tokenizer(_ended(row[text_field], tokenizer))["input_ids"])}
@@ -213,15 +217,22 @@ def _tokenizer(model: str) -> Any:
 
 
 def _findings(loaded: Any, tokenizer: Any, template_arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    from hf_speedkit.trainer.conversation_checks import conversations_of, refuse_reasoning_line
+    from hf_speedkit.trainer.conversation_checks import (
+        conversations_of,
+        refuse_foreign_roles,
+        refuse_missing_template,
+        refuse_reasoning_line,
+    )
 
     def render(messages: Any, **arguments: Any) -> str:
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
         return text
 
-    if not getattr(tokenizer, "chat_template", None):
-        return ()
     sample = [(messages, {**template_arguments, **own}) for messages, own in conversations_of(loaded.take(100))]
+    if not getattr(tokenizer, "chat_template", None):
+        refuse_missing_template(tokenizer, sample)
+        return ()
+    refuse_foreign_roles(sample, render)
     try:
         refuse_reasoning_line(sample, render)
     except SpeedkitError as error:

@@ -106,16 +106,20 @@ def _batchings(console: Console, batchings: Sequence[Mapping[str, Any]], setting
         box=box.SIMPLE_HEAD,  # fits into 80 columns
     )
     table.add_column("batching", no_wrap=True)
-    for heading in ("batches", "fewer", "full", "steps/epoch", f"steps in {settings['epochs']}"):
+    headings = ["batches", "fewer", "full", "steps"]
+    # One epoch is what the column before it says.
+    headings += [f"in {settings['epochs']} epochs"] if settings["epochs"] > 1 else []
+    for heading in headings:
         table.add_column(heading, justify="right")
     padded = batchings[0]["batches"]
     for way in batchings:
-        table.add_row(
+        cells = [
             way["name"],
             f"{way['batches']:,}",
             f"{1 - way['batches'] / padded:.1%}" if way["batches"] != padded else "-",
             f"{way['full']:.2%}",
             f"{way['steps']:,}",
             f"{way['steps_in_all']:,}",
-        )
+        ]
+        table.add_row(*cells[: 1 + len(headings)])
     console.print(table)

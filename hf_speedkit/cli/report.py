@@ -142,6 +142,9 @@ def _step_log(path: Path) -> Path:
         raise typer.BadParameter(f"no such run: {path}", param_hint="RUNS")
     log = path / STEP_LOG
     if not log.is_file():
+        below = sorted(str(one.parent) for one in path.glob(f"*/{STEP_LOG}"))
+        if below:
+            raise typer.BadParameter(f"{path} is no run; runs in it: {', '.join(below[:8])}", param_hint="RUNS")
         raise typer.BadParameter(
             f"no {STEP_LOG} in {path}: train with SpeedSFTConfig(step_log=True), or add "
             f'ThroughputCallback(sinks=[JsonlSink("{STEP_LOG}")])',

@@ -6,6 +6,7 @@ Names come from the file and are strangers' text: control characters are replace
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
@@ -23,6 +24,10 @@ from hf_speedkit.core.trace_signals import ms, percent
 Judged = tuple[TraceSummary, Sequence[Finding]]
 
 NAME_WIDTH = 78
+_OPERATORS = "CPU operations"
+_LEAST_NAME = 20  # less of a name says nothing
+_PADDING = 2  # rich's, between columns
+_NAMESPACES = re.compile(r"^(?:\w+::)+")
 _STYLES = {Severity.PROBLEM: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "green"}
 
 
@@ -117,7 +122,7 @@ def _tables(console: Console, summary: TraceSummary, top: int) -> None:
         f"GPU kernels: {summary.launches or 0:,} launches, {ms(total)}",
         ("kernel", "calls", "mean", "total", "share", "group"),
         (
-            (printable(row.name, width=NAME_WIDTH), f"{row.calls:,}", ms(row.total_ns / row.calls), ms(row.total_ns),
+            (_kernel(row.name), f"{row.calls:,}", ms(row.total_ns / row.calls), ms(row.total_ns),
              percent(row.total_ns / total), row.group)
             for row in summary.kernels[:top]
         ),
@@ -200,14 +205,14 @@ def _comparison(console: Console, comparison: TraceComparison, top: int) -> None
         ("Kernels that appeared", comparison.appeared),
         ("Kernels that vanished", comparison.vanished),
         ("Kernels", comparison.kernels),
-        ("CPU operations", comparison.operators),
+        (_OPERATORS, comparison.operators),
     ):
         _table(
             console,
             f"{title}, per step",
-            ("name", "calls before", "calls after", "time before", "time after", "change"),
+            ("name", "calls before", "after", "time before", "after", "change"),
             (
-                (printable(c.name, width=NAME_WIDTH), _number(c.calls_before), _number(c.calls_after),
+                (c.name if title == _OPERATORS else _kernel(c.name), _number(c.calls_before), _number(c.calls_after),
                  _time(c.before), _time(c.after), _relative(c))
                 for c in changes[:top]
             ),
@@ -215,15 +220,29 @@ def _comparison(console: Console, comparison: TraceComparison, top: int) -> None
 
 
 def _table(console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table, or nothing when it has no rows. Cells are Text: a name like "[red]" is a name, not markup."""
+    """A table, or nothing when it has no rows. Cells are Text: a name like "[red]" is a name, not markup.
+
+    A row is a line where the first cell, mostly the long name of a kernel, can be shortened until it is.
+    """
+    listed = list(rows)
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", overflow="fold", no_wrap=False)
-    for row in rows:
-        table.add_row(*map(Text, row))
+    others = [max(map(len, cells)) + _PADDING for cells in zip(columns, *listed, strict=True)][1:]
+    room = max(_LEAST_NAME, console.width - sum(others))
+    for name, *cells in listed:
+        table.add_row(Text(printable(name, width=room)), *map(Text, cells))
     if table.row_count:
         console.print()
         console.print(table)
+
+
+def _kernel(name: str) -> str:
+    """A kernel's name without what it returns and takes: what tells two kernels apart stands between."""
+    bare = _NAMESPACES.sub("", name.removeprefix("void ").replace("(anonymous namespace)::", ""))
+    at = bare.find("(")
+    # "Memcpy HtoD (Pinned -> Device)" takes nothing.
+    return printable(bare[:at] if at > 0 and bare[at - 1] != " " else bare, width=NAME_WIDTH)
 
 
 def _number(value: float | None) -> str:

@@ -90,8 +90,9 @@ def run_jobs(
             else:
                 failed.add(job.name)
         outcomes.append(outcome)
-        time_s = "" if outcome.seconds is None else f" in {outcome.seconds:.1f} s"
-        say(f"[{number}/{len(jobs)}] {job.out.name}: {outcome.failure or 'measured'}{time_s}")
+        time_s = "" if outcome.seconds is None else f" after {outcome.seconds:.1f} s"
+        # The time first: the last line of a failure may be a command that somebody copies.
+        say(f"[{number}/{len(jobs)}] {job.out.name}{time_s}: {outcome.failure or 'measured'}")
     return outcomes
 
 

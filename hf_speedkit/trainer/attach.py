@@ -11,6 +11,9 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.trainer.installed_versions import warn_of_untested_versions
 
+_OURS = "hf_speedkit."
+"""Where the modules of callbacks of ours begin: a trainer that has one has been warned about versions."""
+
 
 @runtime_checkable
 class LoopObserver(Protocol):
@@ -84,7 +87,7 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> None:
                 f"attach() takes callback instances, not {name}", mend=f"attach(trainer, {name}(...))"
             )
     listed: list[TrainerCallback] = trainer.callback_handler.callbacks
-    if trainer.is_world_process_zero() and not any(isinstance(other, LoopMarker) for other in listed):
+    if trainer.is_world_process_zero() and not any(type(other).__module__.startswith(_OURS) for other in listed):
         warn_of_untested_versions()
     for callback in callbacks:
         _take_out(listed, callback)

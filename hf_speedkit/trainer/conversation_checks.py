@@ -21,6 +21,15 @@ Render = Callable[..., str]
 SAMPLE_ROWS = 100
 """Conversations looked at: rendering takes about a millisecond each."""
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""What chat templates know between them; a template that knows another writes its messages out, and is left alone."""
+
+_CHATML = {"from": "role", "value": "content"}
+_RENAME = (
+    'roles = {"human": "user", "gpt": "assistant"}; dataset = dataset.map(lambda row: {"messages": [{"role": '
+    'roles.get(m["from"], m["from"]), "content": m["value"]} for m in row["conversations"]]}, '
+    'remove_columns="conversations")'
+)
 _TOLERATED_SHARE = 0.01
 _REASONING_LINE = "Reasoning effort is set to"
 _SHOWN_CHARACTERS = 60
@@ -53,7 +62,8 @@ class TurnDifference:
 def conversations_of(rows: Iterable[Mapping[str, Any]]) -> list[tuple[Messages, dict[str, Any]]]:
     """Messages and template arguments of the first rows; rows that are not conversations are left out.
 
-    A prompt-completion row becomes one conversation. `tools` travel with the arguments, as TRL's tokenization has it.
+    A prompt-completion row becomes one conversation. `tools` travel with the arguments, and `from` and `value` become
+    `role` and `content`, as TRL's tokenization has it.
     """
     found: list[tuple[Messages, dict[str, Any]]] = []
     for row in islice(rows, SAMPLE_ROWS):
@@ -61,13 +71,54 @@ def conversations_of(rows: Iterable[Mapping[str, Any]]) -> list[tuple[Messages, 
             messages: Any = [*row["prompt"], *row["completion"]]
         else:
             messages = row.get("messages") or row.get("conversations")
-        if not isinstance(messages, list) or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+        if not isinstance(messages, list) or not all(isinstance(m, Mapping) for m in messages):
+            continue
+        messages = [{_CHATML.get(key, key): value for key, value in message.items()} for message in messages]
+        if not all("role" in message for message in messages):
             continue
         arguments = dict(row.get("chat_template_kwargs") or {})
         if row.get("tools"):
             arguments["tools"] = _tools(row["tools"])
         found.append((messages, arguments))
     return found
+
+
+def refuse_missing_template(tokenizer: Any, conversations: Sequence[tuple[Messages, dict[str, Any]]]) -> None:
+    """Refuse conversations where the tokenizer, mostly a base model's, has no chat template to write them with.
+
+    Raises:
+        DatasetError: what to do.
+    """
+    if conversations and not getattr(tokenizer, "chat_template", None):
+        raise DatasetError(
+            "the data are conversations, and the tokenizer has no chat template",
+            mend="the tokenizer of the instruct model, or chat_template_path=FOLDER_OR_FILE.jinja",
+        )
+
+
+def refuse_foreign_roles(conversations: Sequence[tuple[Messages, dict[str, Any]]], render: Render) -> None:
+    """Refuse roles that the template leaves out without a word, such as ShareGPT's "human" and "gpt".
+
+    Args:
+        conversations: see `conversations_of`.
+        render: as for training.
+
+    Raises:
+        DatasetError: the roles, and the line of code that renames them.
+    """
+    for messages, arguments in conversations:
+        foreign = [message for message in messages if message["role"] not in ROLES]
+        text = _rendered(render, messages, arguments) if foreign else None
+        if text is None:
+            continue
+        texts = [(str(m["role"]), m["content"].strip()) for m in foreign if isinstance(m.get("content"), str)]
+        lost = [role for role, content in texts if content not in text]
+        if lost:
+            raise DatasetError(
+                f"the chat template leaves out every message of {', '.join(map(repr, dict.fromkeys(lost)))}",
+                evidence=(f"roles that templates know: {', '.join(ROLES)}",),
+                mend=_RENAME,
+            )
 
 
 def refuse_reasoning_line(conversations: Sequence[tuple[Messages, dict[str, Any]]], render: Render) -> None:

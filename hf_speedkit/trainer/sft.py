@@ -163,7 +163,8 @@ class SpeedSFTTrainer(FastUpdates, SafeCheckpoints):
         checks = TemplateChecks(
             self._tokenizer, self.chat_template, args.template_check, args.exclude_generation_prompt
         )
-        checks.before(dataset, name)
+        if formatting_func is None:  # else it makes the text, and no template is rendered
+            checks.before(dataset, name)
         dataset = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, name)
         dataset = checks.after(dataset, name, num_proc=args.dataset_num_proc)
         masks = MaskCheck(

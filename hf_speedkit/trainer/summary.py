@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -167,7 +168,7 @@ def _isolation_rows(summary: RunSummary) -> Iterator[Row]:
 
 
 def _look_rows(summary: RunSummary) -> Iterator[Row]:
-    yield "look at it", f"model in {summary.output_dir}"
+    yield "look at it", _where_the_model_is(Path(summary.output_dir))
     if summary.step_log is not None:
         yield "", f"one JSON line a step in {summary.output_dir}/{summary.step_log}"
     for path in summary.traces:
@@ -176,6 +177,13 @@ def _look_rows(summary: RunSummary) -> Iterator[Row]:
         yield "", f"curves in {', '.join(summary.report_to)}, under train/speed/"
     else:
         yield "", "curves: pip install wandb, then --report_to wandb (WANDB_MODE=offline needs no account)"
+
+
+def _where_the_model_is(folder: Path) -> str:
+    if any(folder.glob("*.safetensors")):
+        return f"model in {folder}"
+    saved = sorted(folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
+    return f"checkpoint in {saved[-1]}" if saved else f"model not saved: trainer.save_model({str(folder)!r})"
 
 
 def _steps(count: int, kind: str = "") -> str:

@@ -23,6 +23,8 @@ from hf_speedkit.trainer.conversation_checks import (
     generation_prompt_spans,
     judge_differences,
     refuse_filled_arguments,
+    refuse_foreign_roles,
+    refuse_missing_template,
     refuse_reasoning_line,
     rendering_differences,
 )
@@ -57,11 +59,13 @@ class TemplateChecks:
         Raises:
             ConfigurationError, DatasetError: see conversation_checks; only in strict mode.
         """
-        if self.mode == "off" or not self._can_render(dataset):
+        if self.mode == "off" or "input_ids" in (dataset.column_names or ()):
             return
         sample = list(dataset.take(SAMPLE_ROWS))
         conversations = conversations_of(sample)
+        refuse_missing_template(self.tokenizer, conversations)
         prompts = any("prompt" in row for row in sample)
+        self._refuse(lambda: refuse_foreign_roles(conversations, self._train), name)
         self._refuse(lambda: refuse_reasoning_line(conversations, self._infer), name)
         self._refuse(lambda: refuse_filled_arguments(conversations), name)
         differences = self._refuse(lambda: rendering_differences(conversations, self._train, self._infer), name) or []
@@ -117,10 +121,6 @@ class TemplateChecks:
                 raise
             logger.warning("%s documents: %s", name, error)
             return None
-
-    def _can_render(self, dataset: Dataset | IterableDataset) -> bool:
-        columns = dataset.column_names or ()
-        return "input_ids" not in columns and bool(getattr(self.tokenizer, "chat_template", None))
 
     def _train(self, messages: Messages, **arguments: Any) -> str:
         return self._render(messages, chat_template=self.training_template, **arguments)

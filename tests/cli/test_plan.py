@@ -67,7 +67,7 @@ def test_a_terminal_of_80_columns_breaks_no_row_and_no_word(tmp_path):
 def test_a_table_and_a_plot_are_printed(lengths_file):
     result = run("--lengths", lengths_file, "--tokens-per-batch", 32, "--epochs", 3)
     assert result.exit_code == 0
-    for words in ("320 documents", "2-D padded", "TRL bfd", "hf_speedkit", "steps in 3", "###"):
+    for words in ("320 documents", "2-D padded", "TRL bfd", "hf_speedkit", "in 3 epochs", "###"):
         assert words in result.output
 
 
@@ -90,6 +90,23 @@ def test_a_file_is_tokenized_as_trl_would(tmp_path, model, kind):
     said = json.loads(result.stdout)
     assert said["documents"]["tokens"] == 10 * 5
     assert said["stragglers"]["quadratic_per_token"] > 0
+
+
+@pytest.mark.parametrize(
+    ("template", "roles", "said"),
+    [("{{ messages[0].content }}", ("user", "assistant"), None), ("", ("user", "assistant"), "no chat template"),
+     ("{{ '-' }}", ("human", "gpt"), "leaves out every message of 'human', 'gpt'")],
+)  # fmt: skip
+def test_sharegpt_files_and_base_tokenizers_are_understood_or_refused(tmp_path, model, template, roles, said):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template or None
+    (model / "chat_template.jinja").unlink()
+    tokenizer.save_pretrained(model)
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"conversations": [{"from": role, "value": "w3 w4"} for role in roles]}))
+    result = run(model, path, "--tokens-per-batch", 16, "--json")
+    assert result.exit_code == (0 if said is None else 1), result.output
+    assert said is None or said in result.output
 
 
 def test_a_tokenized_dataset_needs_no_tokenizer(tmp_path):
@@ -182,7 +199,7 @@ USER = {"role": "user", "content": "w3"}
     [
         ({"foo": "w3"}, "no text to count"),
         ({"messages": []}, "an empty conversation"),
-        ({"messages": [{"from": "human", "value": "w3"}]}, "no list of messages"),
+        ({"messages": [{"speaker": "a", "text": "w3"}]}, "no list of messages"),
         ({"messages": [USER, USER]}, "roles must alternate"),
         ({"input_ids": "w3"}, "not a list of integers"),
     ],

@@ -256,6 +256,7 @@ def test_json_holds_the_same_numbers_and_writes_no_page(tmp_path, monkeypatch):
         (["started"], 1, "holds no steps"),
         (["newer"], 1, "this version reads format 1"),
         (["good", "--trace", "text.json"], 1, "not a Chrome trace"),
+        (["."], 2, ". is no run; runs in it: cut, empty, good, newer, started"),
         (["good"], 0, "page.html: 1 run, 0 traces"),
         (["cut"], 0, "the last line is cut off"),
     ],

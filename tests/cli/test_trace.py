@@ -147,6 +147,19 @@ def test_names_of_a_hostile_file_reach_the_terminal_as_text_only(tmp_path):
     assert "[red]<script>alert(1)</script>[/red]" in result.output
 
 
+def test_at_80_columns_a_kernel_is_a_line_and_its_name_says_which():
+    before, after = DATA / "trace_h200_fallback.json.gz", DATA / "trace_h200_speedkit.json.gz"
+    result = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"}).invoke(
+        app, ["trace", str(before), "--compare", str(after)]
+    )
+    for title in ("GPU kernels: ", "CPU operations, self time (", "Kernels that appeared", "CPU operations, per step"):
+        head, *rows = result.output.partition(title)[2].partition("\n\n")[0].splitlines()[1:]
+        assert len(rows) == 10, title
+        assert max(map(len, [head, *rows])) <= 80
+    assert "void " not in result.output
+    assert "elementwise_kernel" in result.output
+
+
 def test_the_hand_written_traces_can_be_shown():
     for path in sorted(DATA.glob("trace_*.json")):
         assert run(path).exit_code in (0, 1)

@@ -38,6 +38,7 @@ def test_the_table_says_what_happened_and_where_to_look(tmp_path):
     for words in (
         "chosen by hand", "packing efficiency", "rows x longest <= 32", "real tokens / s", "6 steps",
         "kernels FALLBACK", "proven on", "hf-speedkit trace", "speedkit_steps.jsonl", "(step 5) ->", "(step 6)",
+        "model not saved",
     ):  # fmt: skip
         assert words in shown
     assert "resumed" not in shown
@@ -58,6 +59,7 @@ def test_a_resumed_session_shows_its_own_loss(tmp_path):
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert resumed.summary().loss.first_step == 4
     assert "after step 3" in table_of(resumed)
+    assert "checkpoint-6" in table_of(resumed)
 
 
 def test_what_comes_from_data_is_no_markup(tmp_path):

@@ -76,6 +76,34 @@ def trainer_for(path, dataset, template, **changes):
     )
 
 
+# ---- data that a template cannot write -------------------------------------------------------------------------------
+
+SHAREGPT = [{"conversations": [{"from": "human", "value": "w3 w4"}, {"from": "gpt", "value": "w5 w6"}]}]
+ONLY_ITS_OWN = "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.content }}{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("rows", "template", "said"),
+    [
+        (SHAREGPT, ONLY_ITS_OWN, "leaves out every message of 'human', 'gpt'"),
+        (SHAREGPT, PLAIN, None),  # it writes any role
+        ([{"messages": chat("w3", "w4")}], None, "the tokenizer has no chat template"),
+        ([{"text": "w3 w4"}], None, None),
+    ],
+)
+def test_conversations_that_the_template_would_not_write_are_refused_with_the_mend(rows, template, said):
+    checks = TemplateChecks(tokenizer_with(template), None, "strict", False)
+    if said is None:
+        checks.before(Dataset.from_list(rows), "train")
+        return
+    with pytest.raises(DatasetError, match=said) as refused:
+        checks.before(Dataset.from_list(rows), "train")
+    if "roles = " in refused.value.mend:  # the line of code is right
+        names = {"dataset": Dataset.from_list(rows)}
+        exec(refused.value.mend, names)
+        checks.before(names["dataset"], "train")
+
+
 # ---- V82: nothing or everything is a target --------------------------------------------------------------------------
 
 

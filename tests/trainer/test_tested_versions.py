@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_speedkit import KernelAssertionCallback
 from hf_speedkit.core.tested_versions import TESTED, outside_tested, range_tested
 from hf_speedkit.trainer.attach import attach
 from hf_speedkit.trainer.installed_versions import untested_versions
@@ -52,7 +53,7 @@ def test_attach_warns_once_and_goes_on(tmp_path, monkeypatch, caplog):
     monkeypatch.syspath_prepend(tmp_path)
     trainer = make_trainer(tmp_path)
     with caplog.at_level(logging.WARNING, logger="hf_speedkit"):
-        attach(trainer, ThroughputCallback())
+        attach(trainer, KernelAssertionCallback())
         attach(trainer, ThroughputCallback())
     said = [record.getMessage() for record in caplog.records if "was not tested" in record.getMessage()]
     assert len(said) == 1
