@@ -8,7 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_speedkit.cli.main import app
-from hf_speedkit.cli.report_bench import bars, bench_files, into, markdown, read
+from hf_speedkit.cli.report_bench import bars, bench_files, into, read
+from hf_speedkit.cli.report_tables import markdown
 from hf_speedkit.core.bench_records import bench_result, is_bench, missing_provenance
 
 ROOT = Path(__file__).parents[1]

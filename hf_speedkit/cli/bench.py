@@ -134,7 +134,7 @@ def _job(one: Contestant, script: Path, repetition: int, launch: str, out: Path,
 
 
 def _text(results: Sequence[BenchResult], out: Path) -> str:
-    from hf_speedkit.cli.report_bench import markdown
+    from hf_speedkit.cli.report_tables import markdown
     from hf_speedkit.core.bench_table import gain, rows
 
     if not results:

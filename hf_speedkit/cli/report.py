@@ -110,7 +110,8 @@ def _is_bench(runs: Sequence[Path]) -> bool:
 def _report_bench(runs: Sequence[Path], out: Path | None, *, as_json: bool) -> None:
     import json
 
-    from hf_speedkit.cli.report_bench import bars, bench_files, into, markdown, provenance_gaps, read
+    from hf_speedkit.cli.report_bench import bars, bench_files, into, provenance_gaps, read
+    from hf_speedkit.cli.report_tables import markdown
     from hf_speedkit.core.bench_table import rows
     from hf_speedkit.core.errors import BenchError
     from hf_speedkit.core.records import to_dict

@@ -9,7 +9,17 @@ from statistics import fmean, median
 from hf_speedkit.core.bench_records import BenchResult
 
 SPEED = "tokens_per_second"
+MEDIAN_STEP = "median_step_tokens_per_second"
 UTILIZATION = "gpu_utilization"
+
+OURS = "speedkit"
+"""The run that the tables over several workloads are about, by name."""
+
+MINUS = f"{OURS} minus "
+"""How the name of that run without one item begins."""
+
+OTHERS = "trl"
+"""What it is compared with there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +39,7 @@ class BenchRow:
     Args:
         name: what was varied.
         workload: what was trained.
+        ranks: processes that trained it. device: what each of them had, "GPU" or "process".
         runs: repetitions.
         commits: of the code they ran, in order of first use.
         values: by column (`COLUMNS`); what was not measured is not there.
@@ -36,6 +47,8 @@ class BenchRow:
 
     name: str
     workload: str
+    ranks: int
+    device: str
     runs: int
     commits: tuple[str, ...]
     values: Mapping[str, Spread]
@@ -46,21 +59,114 @@ class BenchRow:
         found = self.values.get(SPEED)
         return 0.0 if found is None else found.median
 
+    @property
+    def speed_per_device(self) -> float:
+        """The same of one GPU."""
+        return self.speed / self.ranks
+
+    @property
+    def place(self) -> str:
+        """What was trained, and on how many GPUs where they were several: only rows of one place may be compared."""
+        return place(self.workload, self.ranks, self.device)
+
+
+def place(workload: str, ranks: int, device: str = "GPU") -> str:
+    """A workload and the GPUs it ran on, in words."""
+    return workload if ranks == 1 else f"{workload} on {ranks} {device}{'es' if device.endswith('s') else 's'}"
+
 
 def rows(results: Iterable[BenchResult]) -> tuple[BenchRow, ...]:
-    """One row for each name and workload, in the order in which they first come; cold runs (repetition 0) left out."""
-    groups: dict[tuple[str, str], list[BenchResult]] = {}
+    """One row for each name, workload and number of ranks, in the order in which they first come.
+
+    Cold runs (repetition 0) are left out.
+    """
+    groups: dict[tuple[str, int, str], list[BenchResult]] = {}
     for result in results:
         if result.repetition > 0:
-            groups.setdefault((result.workload, result.name), []).append(result)
+            groups.setdefault((result.workload, result.world_size, result.name), []).append(result)
     return tuple(_row(group) for group in groups.values())
 
 
 def by_workload(found: Sequence[BenchRow]) -> dict[str, tuple[BenchRow, ...]]:
-    """Rows by workload, the slowest first: a ladder."""
+    """Rows by `place`, the slowest first: a ladder."""
     ordered = sorted(found, key=lambda row: (row.speed, row.name))
-    return {workload: tuple(row for row in ordered if row.workload == workload)
-            for workload in dict.fromkeys(row.workload for row in found)}  # fmt: skip
+    return {where: tuple(row for row in ordered if row.place == where)
+            for where in dict.fromkeys(row.place for row in found)}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one item of `OURS` gives.
+
+    Args:
+        item: its name. without: the row measured without it.
+        time_saved: share of the time per token without it that it saves; negative where it costs time.
+        apart: as in `Gain`.
+    """
+
+    item: str
+    without: BenchRow
+    time_saved: float
+    apart: bool
+
+
+def shares(ladder: Sequence[BenchRow]) -> tuple[Share, ...]:
+    """The share of each item, the largest first, from the rows of one place; empty without `OURS` among them."""
+    ours = next((row for row in ladder if row.name == OURS), None)
+    if ours is None:
+        return ()
+    found = []
+    for row in ladder:
+        compared = gain(row, ours) if row.name.startswith(MINUS) else None
+        if compared is not None:
+            item = row.name.removeprefix(MINUS)
+            found.append(Share(item=item, without=row, time_saved=1 - compared.ratio, apart=compared.apart))
+    return tuple(sorted(found, key=lambda share: -share.time_saved))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """One place in a table of several.
+
+    Args:
+        ours: its row of `OURS`.
+        beside: the other rows that more than one place has, by name.
+        times_others: its speed over that of `OTHERS`; None where that was not measured.
+        times_others_median: the same of their median steps, as if nothing ever compiled.
+    """
+
+    ours: BenchRow
+    beside: Mapping[str, BenchRow]
+    times_others: float | None
+    times_others_median: float | None
+
+
+def shapes(ladders: Mapping[str, Sequence[BenchRow]]) -> tuple[Shape, ...]:
+    """The places that have a row of `OURS`, the one with most rows first; empty where fewer than two have."""
+    named = {where: {row.name: row for row in found} for where, found in ladders.items()}
+    named = {where: found for where, found in named.items() if OURS in found}
+    if len(named) < 2:
+        return ()
+    everywhere = [name for found in named.values() for name in found if name != OURS and not name.startswith(MINUS)]
+    # From slow to fast, as the first place has them.
+    order = [name for name in dict.fromkeys(everywhere) if everywhere.count(name) > 1]
+    found = []
+    for one in sorted(named.values(), key=len, reverse=True):
+        found.append(
+            Shape(
+                ours=one[OURS],
+                beside={name: one[name] for name in order if name in one},
+                times_others=_ratio(one[OURS], one.get(OTHERS), SPEED),
+                times_others_median=_ratio(one[OURS], one.get(OTHERS), MEDIAN_STEP),
+            )
+        )
+    return tuple(found)
+
+
+def _ratio(row: BenchRow, base: BenchRow | None, column: str) -> float | None:
+    if base is None or column not in row.values or column not in base.values or not base.values[column].median:
+        return None
+    return row.values[column].median / base.values[column].median
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,11 +216,12 @@ def gpu_mean(result: BenchResult, name: str) -> float | None:
 
 
 def device_groups(results: Iterable[BenchResult]) -> dict[str, dict[str, dict[str, float]]]:
-    """Device seconds of a traced step by workload, name and group; of each name, its first traced run."""
+    """Device seconds of a traced step by `place`, name and group; of each name, its first traced run."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for result in results:
         if result.device_groups_s:
-            found.setdefault(result.workload, {}).setdefault(result.name, dict(result.device_groups_s))
+            where = place(result.workload, result.world_size, _device(result))
+            found.setdefault(where, {}).setdefault(result.name, dict(result.device_groups_s))
     return found
 
 
@@ -142,7 +249,7 @@ def _efficiency(result: BenchResult) -> float | None:
 
 COLUMNS: Mapping[str, Callable[[BenchResult], float | None]] = {
     SPEED: _rate("real_tokens_per_second"),
-    "median_step_tokens_per_second": median_step_rate,
+    MEDIAN_STEP: median_step_rate,
     "mfu": _rate("mfu"),
     "hfu": _rate("hfu"),
     "launches": lambda result: result.launches,
@@ -163,6 +270,10 @@ COLUMNS: Mapping[str, Callable[[BenchResult], float | None]] = {
 """What a row may say, and where each number comes from."""
 
 
+def _device(result: BenchResult) -> str:
+    return "GPU" if result.environment.devices else "process"
+
+
 def _row(group: Sequence[BenchResult]) -> BenchRow:
     values = {}
     for column, of in COLUMNS.items():
@@ -172,6 +283,8 @@ def _row(group: Sequence[BenchResult]) -> BenchRow:
     return BenchRow(
         name=group[0].name,
         workload=group[0].workload,
+        ranks=group[0].world_size,
+        device=_device(group[0]),
         runs=len(group),
         commits=tuple(dict.fromkeys(one.environment.commit for one in group if one.environment.commit)),
         values=values,

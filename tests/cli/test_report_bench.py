@@ -36,6 +36,43 @@ def test_a_table_with_median_spread_and_gain(folder):
     )
 
 
+def test_several_workloads_make_one_table_and_one_of_items(tmp_path):
+    """The six workloads of the benchmarks and the whole 27B on two GPUs, as a document shows them."""
+    document = tmp_path / "page.md"
+    document.write_text(f"{BEGIN}\n{END}\n")
+    speeds = {"27b-8-32k": 160, "27b-8-ga4": 220, "27b-8-lora": 240, "27b-8": 200, "9b-8": 410, "dense-8b-8": 380}
+    results = [
+        bench(name=name, workload=workload, speed=speed / times, mfu=50.0)
+        for workload, speed in speeds.items()
+        for name, times in (("trl", 2.0), ("speedkit", 1.0))
+    ]
+    results += [bench(name="seed", workload="27b-8", speed=20.0)]
+    results += [bench(name="speedkit minus loss head", workload="27b-8", speed=150.0)]
+    results += [replace(bench(name="speedkit", workload="27b-64", speed=51.0, mfu=40.0), world_size=2)]
+    for number, result in enumerate(results):
+        (tmp_path / f"{number:02}.json").write_text(as_text(result))
+    assert report(tmp_path, "--out", document).exit_code == 0
+    ladder, items, several, foot = document.read_text().removeprefix(f"{BEGIN}\n\n").split("\n\n")[:4]
+    assert [line.split(" | ")[0] for line in ladder.splitlines()] == [
+        "| `27b-8`", "| ---", "| seed", "| trl", "| speedkit",
+    ]  # fmt: skip
+    assert "| loss head | 1 | **150** | 25.0 | no |" in items
+    assert "share of the time per token without it" in foot
+    lines = several.splitlines()
+    assert lines[0].startswith("| real tokens/s per GPU | runs | trl | speedkit | times trl | MFU % |")
+    assert [line.split("`")[1] for line in lines[2:]] == [
+        "27b-8", "27b-8-32k", "27b-8-ga4", "27b-8-lora", "9b-8", "dense-8b-8", "27b-64 on 2 GPUs",
+    ]  # fmt: skip
+    assert lines[2].startswith("| `27b-8` | 1 | 100 | **200** | 2.00 | 50.0 |")
+    assert lines[-1].startswith("| `27b-64 on 2 GPUs` | 1 |  | **26** |  | 40.0 |")
+    drawing = ElementTree.fromstring(bars(results))
+    words = [one.text for one in drawing.findall(".//{*}text")]
+    assert "27b-64 on 2 GPUs" in words
+    assert "bars: real tokens per second and GPU, median of the runs" in words
+    assert "speedkit minus loss head" not in words
+    assert "| `27b-64 on 2 GPUs` | runs | real tokens/s per GPU |" in report(tmp_path).output
+
+
 def test_columns_that_nothing_was_measured_for_are_left_out(folder):
     assert "launches" not in report(folder).output
 

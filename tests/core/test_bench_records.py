@@ -7,7 +7,7 @@ import pytest
 from bench_results import bench
 
 from hf_speedkit.core.bench_records import as_text, bench_result, missing_provenance
-from hf_speedkit.core.bench_table import SPEED, by_workload, rows
+from hf_speedkit.core.bench_table import SPEED, by_workload, rows, shapes, shares
 from hf_speedkit.core.errors import BenchError
 from hf_speedkit.core.records import StepRecord, TokenCounts
 
@@ -84,6 +84,37 @@ def test_a_ladder_goes_from_slow_to_fast_and_workloads_stay_apart():
         )
     )
     assert {workload: [row.name for row in of] for workload, of in found.items()} == {"w": ["a", "b"], "other": ["c"]}
+
+
+def test_an_items_share_is_the_time_per_token_that_it_saves():
+    speeds = {"speedkit": (200.0, 202.0), "speedkit minus a": (100.0, 101.0), "speedkit minus b": (201.0, 210.0)}
+    results = [bench(name=name, speed=s, repetition=n) for name, of in speeds.items() for n, s in enumerate(of, 1)]
+    found = shares(rows([*results, bench(name="trl", speed=50.0), bench(name="speedkit minus c", speed=150.75)]))
+    assert [(share.item, round(share.time_saved, 3), share.apart) for share in found] == [
+        ("a", 0.5, True), ("c", 0.25, False), ("b", -0.022, False),
+    ]  # fmt: skip
+    assert shares(rows([bench(name="speedkit minus a"), bench(name="trl")])) == ()
+
+
+def test_workloads_stand_side_by_side_where_two_have_our_run():
+    def of(workload, **speeds):
+        return [bench(name=name, workload=workload, speed=speed) for name, speed in speeds.items()]
+
+    results = [*of("9b", trl=10.0, speedkit=20.0), *of("27b", seed=1.0, trl=5.0, speedkit=20.0), *of("8b", trl=3.0)]
+    found = shapes(
+        by_workload(rows([*results, replace(bench(name="speedkit", workload="64", speed=9.0), world_size=2)]))
+    )
+    assert [(shape.ours.place, list(shape.beside), shape.times_others) for shape in found] == [
+        ("27b", ["trl"], 4.0), ("9b", ["trl"], 2.0), ("64 on 2 GPUs", [], None),
+    ]  # fmt: skip
+    assert shapes(by_workload(rows([*of("27b", speedkit=2.0), *of("8b", trl=3.0)]))) == ()
+
+
+def test_runs_on_more_gpus_are_another_row_of_another_table():
+    one, two = (replace(bench(name="speedkit", speed=100.0), world_size=count) for count in (1, 2))
+    assert [(where, [row.speed_per_device for row in of]) for where, of in by_workload(rows([one, two])).items()] == [
+        ("w", [100.0]), ("w on 2 GPUs", [50.0]),
+    ]  # fmt: skip
 
 
 def test_what_was_not_measured_is_in_no_row():
