@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -145,7 +145,8 @@ def diagnose_model(
             if f.files()
         )
     elif not any(check.function == "attention" for check in checks):
-        checks = (*checks, *_packed_attention(config, stack))
+        attention = _packed_attention(config, stack, slots)
+        checks = checks if attention is None else (*checks, attention)
     checks = through_fla(checks)
     missing_cuda = _lacks_cuda(stack)
     commands, remarks = _advice(checks, stack, missing_cuda)
@@ -164,34 +165,41 @@ def diagnose_model(
     )
 
 
-def _packed_attention(config: Any, stack: Stack) -> tuple[KernelCheck, ...]:
-    """What packed rows will attend by, for a config that leaves the choice to transformers."""
+def _packed_attention(config: Any, stack: Stack, slots: int) -> KernelCheck | None:
+    """What packed rows will attend by, for a config that leaves the choice to transformers; None without attention."""
     import torch
 
     from hf_speedkit.core.records import KernelCheck, KernelVerdict
     from hf_speedkit.kernels.attention import unsupported_reason
+    from hf_speedkit.kernels.inspection import attention_layers
+    from hf_speedkit.kernels.model_checks import judge_attention
+    from hf_speedkit.kernels.modeling_files import abilities_of
 
     text = config.get_text_config()
-    kinds = getattr(text, "layer_types", None) or ["full_attention"] * int(getattr(text, "num_hidden_layers", 0))
-    layers = sum("attention" in kind and kind != "linear_attention" for kind in kinds)
+    layers = attention_layers(text)
     if not layers or not getattr(text, "num_attention_heads", None):
-        return ()
-    reason = unsupported_reason(text, dtype=torch.bfloat16, device=torch.device("cpu"))
+        return None
+    can = abilities_of(config)
+    check = KernelCheck(
+        function="attention",
+        verdict=KernelVerdict.FUSED,
+        layer="attention layers",
+        layers=layers,
+        layers_total=layers,
+        evidence="speedkit_varlen, torch variable-length attention, chosen by SpeedSFTTrainer for packed rows",
+    )
+    if can is None:
+        reason = "transformers has no causal language model of this type, so what would run is not known"
+        return replace(check, verdict=KernelVerdict.UNVERIFIED, evidence=str(text.model_type), reason=reason)
+    device = torch.device("cpu")
+    reason = unsupported_reason(text, dtype=torch.bfloat16, device=device, flash=can.flash, settable=can.settable)
     if reason is None and stack.capability is not None and stack.capability < (8, 0):
         reason = f"the kernel needs compute capability 8.0, {stack.architecture} has less"
-    evidence = "speedkit_varlen, torch variable-length attention, chosen by SpeedSFTTrainer for packed rows"
-    if reason is not None:
-        evidence = f"sdpa with a mask of every pair of slots ({reason})"
-    return (
-        KernelCheck(
-            function="attention",
-            verdict=KernelVerdict.FUSED,
-            layer="attention layers",
-            layers=layers,
-            layers_total=layers,
-            evidence=evidence,
-        ),
-    )
+    if reason is None:
+        return check
+    found = judge_attention("sdpa" if can.sdpa else "eager", text, slots, live=False, sdpa=can.sdpa)
+    evidence = f"{found.evidence} (SpeedSFTTrainer's own is left out: {reason})"
+    return replace(check, verdict=found.verdict, evidence=evidence, reason=found.reason, fix=found.fix)
 
 
 def _lacks_cuda(stack: Stack) -> bool:

@@ -26,6 +26,10 @@ from hf_speedkit.core.errors import ConfigurationError, KernelAssertionError
 NAME = "speedkit_varlen"
 MAX_HEAD_DIM = 256
 # What transformers 5.23's configurations call dropout of attention weights (GPT-2 and its kin: attn_pdrop).
+# Text models of transformers 5.23 whose layers hand attention a learned sink.
+SINKS = ("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "openai_privacy_filter")
+# What layers of transformers 5.23 hand to their attention and only some implementations read; sinks by another name.
+_NOT_HERE = ("position_bias", "sinks", "indices", "block_indices")
 _DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
 
@@ -63,21 +67,29 @@ def no_search_for_documents(config: Any) -> Iterator[None]:
             AttentionMaskInterface.register(NAME, function)
 
 
-def unsupported_reason(config: Any, *, dtype: torch.dtype, device: torch.device) -> str | None:
+def unsupported_reason(
+    config: Any, *, dtype: torch.dtype, device: torch.device, flash: bool = True, settable: bool = True
+) -> str | None:
     """Why a model cannot use this attention on this device; None if it can.
 
     Args:
         config: the text config of the model.
         dtype: dtype of the activations.
         device: where it will run.
+        flash: the model's class can do without a mask (`_supports_flash_attn`): chunked or indexed attention cannot.
+        settable: the model's class takes its attention from AttentionInterface.
     """
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if not settable:
+        return "its class has an attention of its own, which cannot be replaced"
+    if not flash:
+        return "its class cannot do without a mask"
+    head_dim = _head_size(config)
     if getattr(config, "attn_logit_softcapping", None):
         return "it soft-caps attention logits"
     for name in _DROPOUT_NAMES:
         if getattr(config, name, 0.0):
             return f"{name}={getattr(config, name)}"
-    if config.model_type in ("gpt_oss",):
+    if config.model_type in SINKS:
         return "it uses attention sinks"
     if device.type == "cpu":
         return None
@@ -96,6 +108,22 @@ def unsupported_reason(config: Any, *, dtype: torch.dtype, device: torch.device)
     return None
 
 
+def attention_flags(model: Any) -> tuple[bool, bool]:
+    """`flash` and `settable` of `unsupported_reason` for a live model, as its class says."""
+    # FSDP2 puts a class of torch's in front, whose file transformers would look into instead of the model's.
+    plain: Any = next((kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch.")), type(model))
+    settable = getattr(plain, "_can_set_attn_implementation", None)  # private; checked against transformers 5.23
+    return bool(getattr(plain, "_supports_flash_attn", False)), settable is None or bool(settable())
+
+
+def _head_size(config: Any) -> int:
+    """Size of a query's head; in latent attention (MLA) `head_dim` is that of its rotated part only."""
+    parts = [getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+    if all(isinstance(part, int) for part in parts):
+        return sum(part for part in parts if part is not None)
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def varlen_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -108,37 +136,42 @@ def varlen_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention inside each document of one packed row.
+    """Attention inside each document of one packed row.
 
     Args:
         module: the attention layer.
-        query: [1, H, T, D]; key, value: [1, H_kv, T, D] with H a multiple of H_kv.
+        query: [1, H, T, D]; key: [1, H_kv, T, D]; value: [1, H_kv, T, D_v]; H is a multiple of H_kv.
         attention_mask: must be None for a packed row.
         scaling: factor of the scores; None means 1 / sqrt(D).
-        dropout, softcap, s_aux: refused when set: the kernel has none of them.
+        dropout, softcap, s_aux, and in `kwargs` biases and indices: refused when set, the kernel has none of them.
+        is_causal: whether a position sees only those before it; what the layer says of itself if None.
         sliding_window: positions a query sees, its own included; None for all.
         cu_seq_lens_q, cu_seq_lens_k: int32 [N + 1], document edges; max_length_q, max_length_k: longest document.
 
     Returns:
-        ([1, T, H, D], None), as transformers expects it.
+        ([1, T, H, D_v], None), as transformers expects it.
 
     Raises:
         KernelAssertionError: dropout, soft-capping or sinks were asked for.
         ConfigurationError: boundaries together with a padding mask or with more than one row.
     """
-    for name, asked in (("dropout", dropout > 0.0), ("softcap", bool(softcap)), ("s_aux (sinks)", s_aux is not None)):
+    asked_for = {"dropout": dropout > 0.0, "softcap": bool(softcap), "s_aux (sinks)": s_aux is not None}
+    asked_for |= {name: kwargs.get(name) is not None for name in _NOT_HERE}
+    for name, asked in asked_for.items():
         if asked:
             raise KernelAssertionError(
                 f"packed attention has no {name}", mend='attn_implementation="sdpa" or "eager" for this model'
             )
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if cu_seq_lens_q is None or cu_seq_lens_k is None:
-        return _one_document_a_row(module, query, key, value, attention_mask, scaling, sliding_window, kwargs)
+        return _one_document_a_row(module, query, key, value, attention_mask, scaling, sliding_window, causal, kwargs)
     if query.shape[0] != 1 or attention_mask is not None:
         raise ConfigurationError(
             "packed attention takes one row and no mask",
@@ -146,7 +179,8 @@ def varlen_attention(
             mend="collate with hf_speedkit.PackedCollator",
         )
     run = _by_document if query.device.type == "cpu" else _by_kernel
-    output = run(query, key, value, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, scaling, sliding_window)
+    lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    output = run(query, key, value, *lengths, scaling, sliding_window, causal)
     return output.unsqueeze(0), None
 
 
@@ -158,6 +192,7 @@ def _one_document_a_row(
     attention_mask: torch.Tensor | None,
     scaling: float | None,
     sliding_window: int | None,
+    causal: bool,
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
     """Rows without boundaries (generation in a callback, a batch of one document): sdpa with its causal mask."""
@@ -172,20 +207,20 @@ def _one_document_a_row(
         )
     mask = None
     if attention_mask is not None or (sliding_window is not None and slots > sliding_window):
-        mask = _padded_mask(attention_mask, query.shape[2], slots, sliding_window, query.device)
-    output, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
+        mask = _padded_mask(attention_mask, query.shape[2], slots, sliding_window, causal, query.device)
+    output, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, is_causal=causal, **kwargs)
     return output, None
 
 
 def _padded_mask(
-    real: torch.Tensor | None, queries: int, keys: int, sliding_window: int | None, device: torch.device
+    real: torch.Tensor | None, queries: int, keys: int, sliding_window: int | None, causal: bool, device: torch.device
 ) -> torch.Tensor:
     """What padded rows may look at, bool [B or 1, 1, queries, keys]; queries are the last of the keys."""
     at = torch.arange(keys, device=device)
     distance = at[keys - queries :, None] - at[None, :]
-    allowed = distance >= 0
+    allowed = distance >= (0 if causal else -keys)
     if sliding_window is not None:
-        allowed = allowed & (distance < sliding_window)
+        allowed = allowed & (distance.abs() < sliding_window)
     if real is not None:
         allowed = allowed & real[:, None, :].bool()
     # Padding sees itself: a query that sees nothing would be NaN, and NaN spreads through the next layer's sums.
@@ -203,8 +238,9 @@ def _by_kernel(
     max_length_k: int | None,
     scaling: float | None,
     sliding_window: int | None,
+    causal: bool,
 ) -> torch.Tensor:
-    """Torch's kernel: [1, H, T, D] in, [T, H, D] out."""
+    """Torch's kernel: [1, H, T, D] in, [T, H, D_v] out."""
     from torch.nn.attention.varlen import varlen_attn
 
     slots = query.shape[2]
@@ -212,12 +248,17 @@ def _by_kernel(
     dtype = values.dtype
     if queries.dtype != dtype:  # rotary embeddings in fp32 under autocast
         queries, keys = queries.to(dtype), keys.to(dtype)
+    # Latent attention (MLA) has narrower values; the kernel takes one size. Zeros change neither scores nor outputs.
+    scaling = queries.shape[-1] ** -0.5 if scaling is None else scaling
+    size, value_size = max(queries.shape[-1], values.shape[-1]), values.shape[-1]
+    queries, keys, values = (_widened(tensor, size) for tensor in (queries, keys, values))
     options: dict[str, Any] = {}
     # torch 2.13 checks the head counts and wants enable_gqa; 2.11 has no such parameter and its kernel shares heads by
     # itself (the same aten kernel; parity is a gpu test).
     if queries.shape[1] != keys.shape[1] and "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True
-    window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
+    back = -1 if sliding_window is None else sliding_window - 1
+    window = (back, 0 if causal else back)
     output = varlen_attn(
         queries,
         keys,
@@ -231,7 +272,12 @@ def _by_kernel(
         **options,
     )
     assert isinstance(output, torch.Tensor), "a pair comes only with return_aux"
-    return output
+    return output[..., :value_size]
+
+
+def _widened(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    missing = size - tensor.shape[-1]
+    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
 
 
 def _by_document(
@@ -244,19 +290,21 @@ def _by_document(
     max_length_k: int | None,
     scaling: float | None,
     sliding_window: int | None,
+    causal: bool,
 ) -> torch.Tensor:
-    """The same on a CPU, one document at a time: [1, H, T, D] in, [T, H, D] out."""
+    """The same on a CPU, one document at a time: [1, H, T, D] in, [T, H, D_v] out."""
     edges = cu_seq_lens_q.tolist()  # host memory: no device to wait for
     outputs = []
     for start, stop in pairwise(edges):
         part = slice(start, stop)
+        mask = _window_mask(stop - start, sliding_window, causal, query.device)
         outputs.append(
             scaled_dot_product_attention(
                 query[:, :, part],
                 key[:, :, part],
                 value[:, :, part],
-                attn_mask=_window_mask(stop - start, sliding_window, query.device),
-                is_causal=sliding_window is None or stop - start <= sliding_window,
+                attn_mask=mask,
+                is_causal=causal and mask is None,
                 scale=scaling,
                 enable_gqa=query.shape[1] != key.shape[1],
             )
@@ -264,8 +312,8 @@ def _by_document(
     return torch.cat(outputs, dim=2)[0].transpose(0, 1)
 
 
-def _window_mask(length: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
+def _window_mask(length: int, sliding_window: int | None, causal: bool, device: torch.device) -> torch.Tensor | None:
     if sliding_window is None or length <= sliding_window:
         return None
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
-    return (distance >= 0) & (distance < sliding_window)
+    return (distance >= (0 if causal else -length)) & (distance.abs() < sliding_window)

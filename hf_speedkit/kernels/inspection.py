@@ -268,7 +268,7 @@ def _check_config(config: Any, tokens_per_batch: int | None, stack: Stack) -> It
                 judgement = judge_stand_in(judgement, imports.of(FUNCTIONS["chunk_gated_delta_rule"]), stack)
             yield _check(requirement.function, FAMILIES[family].layer, layers, layers, judgement)
     implementation = getattr(text_config, "_attn_implementation", None)
-    layers = _attention_layers(text_config)
+    layers = attention_layers(text_config)
     if implementation is not None and layers:
         judgement = (
             judge_hub_kernel(implementation, stack)
@@ -301,7 +301,7 @@ def _layers_of_family(text_config: Any, family: str) -> int:
     return sum(kind in kinds for kind in layer_types)
 
 
-def _attention_layers(text_config: Any) -> int:
+def attention_layers(text_config: Any) -> int:
     """Decoder layers with attention over all positions, as far as a config says."""
     layer_types = getattr(text_config, "layer_types", None)
     if not layer_types:

@@ -50,7 +50,7 @@ def attention_checks(model: nn.Module, tokens_per_batch: int | None) -> Iterator
     for (layer, _), count in found.items():
         totals[layer] += count
     for (layer, implementation), count in sorted(found.items()):
-        judgement = judge_attention(implementation, text_config, tokens_per_batch, live=True)
+        judgement = judge_attention(implementation, text_config, tokens_per_batch, live=True, sdpa=_takes_sdpa(model))
         yield _check("attention", layer, count, totals[layer], judgement)
 
 
@@ -92,7 +92,15 @@ def _dispatches_attention(module: nn.Module) -> bool:
     return forward is not None and "ALL_ATTENTION_FUNCTIONS" in names_used(forward, type(module))
 
 
-def judge_attention(implementation: str, config: Any, tokens_per_batch: int | None, *, live: bool) -> Judgement:
+def _takes_sdpa(model: nn.Module) -> bool:
+    """Whether transformers' class inside a model (or any of them) lists sdpa among what it can run."""
+    flags = [flag for module in model.modules() if isinstance(flag := getattr(module, "_supports_sdpa", None), bool)]
+    return any(flags) or not flags
+
+
+def judge_attention(
+    implementation: str, config: Any, tokens_per_batch: int | None, *, live: bool, sdpa: bool = True
+) -> Judgement:
     """What an attention implementation means for packed rows of `tokens_per_batch` slots (None: not packed).
 
     Args:
@@ -100,13 +108,16 @@ def judge_attention(implementation: str, config: Any, tokens_per_batch: int | No
         config: text config, for the number of heads.
         tokens_per_batch: slots of a packed row.
         live: a model was built with it, so that its package was importable; False for a config alone.
+        sdpa: the model's class can run sdpa, so that eager attention can be mended by it.
     """
     if implementation == "eager":
         return Judgement(
             verdict=KernelVerdict.FALLBACK,
             evidence="eager attention",
-            reason="it builds the scores of every head" + _score_bytes(config, tokens_per_batch),
-            fix='attn_implementation="sdpa"',
+            reason="it builds the scores of every head"
+            + _score_bytes(config, tokens_per_batch)
+            + ("" if sdpa else "; transformers has no sdpa for this class"),
+            fix='attn_implementation="sdpa"' if sdpa else None,
         )
     if implementation == "sdpa":
         return _judge_sdpa(tokens_per_batch)

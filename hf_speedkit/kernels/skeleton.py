@@ -72,14 +72,16 @@ def probe_config(
 
     import torch
 
-    from hf_speedkit.kernels.attention import register, unsupported_reason
+    from hf_speedkit.kernels.attention import attention_flags, register, unsupported_reason
     from hf_speedkit.kernels.fused_layers import fused_layers
     from hf_speedkit.kernels.inspection import check_kernels
 
     on_gpu = device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if on_gpu else []):
         model: Any = model_skeleton(config, device=device, dtype=dtype)
-        if unsupported_reason(model.config, dtype=dtype, device=device) is None:
+        flash, settable = attention_flags(model)
+        reason = unsupported_reason(model.config, dtype=dtype, device=device, flash=flash, settable=settable)
+        if reason is None:
             model.set_attn_implementation(register())
         with fused_layers(model, dtype=dtype, tokens_per_batch=tokens_per_batch) as changed:
             checks = check_kernels(model, probe=True, tokens_per_batch=tokens_per_batch, dtype=dtype, stack=stack)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hf_speedkit.kernels.attention import register, unsupported_reason
+from hf_speedkit.kernels.attention import attention_flags, register, unsupported_reason
 from hf_speedkit.kernels.bindings import bind_references
 from hf_speedkit.trainer.adapters import below_adapters
 
@@ -70,14 +70,13 @@ def padded_attention(model: Any) -> Iterator[None]:
 def _use_varlen_attention(model: Any, device: torch.device, dtype: torch.dtype | None) -> bool:
     if getattr(model.config, "_attn_implementation", None) not in _MASKED:
         return False
-    # The class says it can do without a mask: chunked attention, for one, cannot.
-    if not getattr(below_adapters(model), "_supports_flash_attn", False):
-        return False
     if dtype is None:
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
-    reason = unsupported_reason(model.config.get_text_config(), dtype=dtype, device=device)
+    flash, settable = attention_flags(below_adapters(model))
+    text = model.config.get_text_config()
+    reason = unsupported_reason(text, dtype=dtype, device=device, flash=flash, settable=settable)
     if reason is not None:
         logger.info("packed attention stays on %s: %s", model.config._attn_implementation, reason)
     return reason is None

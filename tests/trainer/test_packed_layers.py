@@ -13,7 +13,7 @@ from hf_speedkit.trainer import packed_layers
 def test_fp32_weights_under_mixed_precision_are_asked_about_in_bf16(monkeypatch, given, asked):
     seen = []
 
-    def reason(config, *, dtype, device):
+    def reason(config, *, dtype, device, **flags):
         seen.append(dtype)
         return
 
