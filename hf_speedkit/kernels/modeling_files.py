@@ -1,4 +1,4 @@
-"""What transformers' modeling files say, read as text: importing one binds kernel packages, and those can end a process.
+"""What transformers' modeling files say, as text: importing one binds kernel packages, and those can end a process.
 
 Checked against transformers 5.23.0; tests/kernels/test_modeling_files.py holds it against the live classes.
 """

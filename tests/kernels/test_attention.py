@@ -168,7 +168,7 @@ def test_a_layer_that_looks_both_ways_does_so_without_boundaries_too():
 
 
 def test_contract_no_layer_of_transformers_hands_over_what_would_be_dropped_without_a_word():
-    """Every keyword of every attention call in the installed modeling files is one that is read, refused or harmless."""
+    """Every keyword of every attention call in the modeling files is one that is read, refused or harmless."""
     read = set(inspect.signature(varlen_attention).parameters) | set(attention._NOT_HERE)
     # Read before the attention is called, or by flash attention packages only.
     harmless = {"output_attentions", "position_ids", "deterministic", "query", "key", "value"}
