@@ -189,8 +189,8 @@ def _packed_attention(config: Any, stack: Stack, slots: int) -> KernelCheck | No
         evidence="speedkit_varlen, torch variable-length attention, chosen by SpeedSFTTrainer for packed rows",
     )
     if can is None:
-        reason = "transformers has no causal language model of this type, so what would run is not known"
-        return replace(check, verdict=KernelVerdict.UNVERIFIED, evidence=str(text.model_type), reason=reason)
+        unknown = "transformers has no causal language model of this type, so what would run is not known"
+        return replace(check, verdict=KernelVerdict.UNVERIFIED, evidence=str(text.model_type), reason=unknown)
     device = torch.device("cpu")
     reason = unsupported_reason(text, dtype=torch.bfloat16, device=device, flash=can.flash, settable=can.settable)
     if reason is None and stack.capability is not None and stack.capability < (8, 0):

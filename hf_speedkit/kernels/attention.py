@@ -121,7 +121,7 @@ def _head_size(config: Any) -> int:
     parts = [getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
     if all(isinstance(part, int) for part in parts):
         return sum(part for part in parts if part is not None)
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def varlen_attention(
