@@ -29,7 +29,8 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     (FSDP_COPY, r"multi_tensor_apply.*\bCopy<|split_with_sizes_copy_out|chunk_cat_cuda"),
     (
         OPTIMIZER,
-        r"multi_tensor_apply|adam|adagrad|lamb_|fused_sgd|FusedSgd|lion_|muon|l2norm_scale|clip_grad|sum_of_squares",
+        r"multi_tensor_apply|adam|adagrad|lamb_|fused_sgd|FusedSgd|lion_|muon|l2norm_scale|clip_grad|sum_of_squares"
+        r"|lpnorm_cleanup",
     ),
     (
         LINEAR_ATTENTION,
@@ -55,7 +56,11 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
         r"layer_?norm|rms_?norm|batch_?norm|group_?norm|GammaBeta|bn_(fw|bw)|l2norm|triton_(red|per)_fused.*rsqrt"
         r"|triton_(red|per)_fused.*norm|RowwiseMoments|ComputeInternalGradients",
     ),
-    ("loss and softmax", r"cross_entropy|nll_(loss|kernel)|NLLCriterion|soft_?max|logsumexp|_ce_|kl_div|jsd"),
+    # The first is TRL 1.16's head (kernels/chunked_logprob.py): nothing else in the stack has names as bare.
+    (
+        "loss and softmax",
+        r"^_(forward|backward)_kernel$|cross_entropy|nll_(loss|kernel)|NLLCriterion|soft_?max|logsumexp|_ce_|kl_div|jsd",
+    ),
     (
         "GEMM",
         r"gemm|gemv|nvjet|xmma|cutlass|splitK|Cijk_|cublas|\bmatmul|_matmul_|hmma|wgmma|triton_tem_fused.*mm|dot_kernel"
@@ -69,14 +74,14 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     (
         "embedding and index",
         r"embedding|index|gather|scatter|masked_select|nonzero|RadixSort|\bsort|cub::|take_|topk|searchsorted|unique"
-        r"|compute_grad_weight|partials?_(per_)?segment",  # the last two: an embedding's backward
+        r"|write_indices|compute_grad_weight|partials?_(per_)?segment",  # nonzero, embedding's backward
     ),
     ("dropout and random", r"dropout|distribution_|philox|uniform|normal_kernel|bernoulli|random"),
     ("reduction", r"reduce_kernel|reduce_|triton_(red|per)_|cumsum|scan_|prefix_sum"),
     (
         "element-wise",
         r"elementwise|triton_poi_|swiglu|silu|gelu|geglu|relu|sigmoid|rope|rotary|\badd_|mul_kernel|FillFunctor"
-        r"|foreach|pointwise|quantize|tanh|arange",
+        r"|foreach|pointwise|quantize|tanh|arange|triu_tril",
     ),
 )
 

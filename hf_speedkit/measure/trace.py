@@ -16,7 +16,7 @@ import numpy as np
 from hf_speedkit.core.kernel_groups import blocks_host, starts_work
 from hf_speedkit.core.trace_records import DeviceSummary, StepFacts, TraceSummary
 from hf_speedkit.measure.trace_bytes import DEFAULT_LIMIT_BYTES
-from hf_speedkit.measure.trace_columns import Columns, read_columns
+from hf_speedkit.measure.trace_columns import ABSENT, Columns, read_columns
 from hf_speedkit.measure.trace_device import Window, device_summary, idle_causes, timeline, window_of
 from hf_speedkit.measure.trace_intervals import union
 from hf_speedkit.measure.trace_modules import module_rows, range_rows
@@ -80,7 +80,7 @@ def summarize_trace(path: str | Path, *, limit_bytes: int = DEFAULT_LIMIT_BYTES)
         annotations=range_rows(columns, work),
         device_annotations=call_rows(columns, columns.table("device_annotation")),
         devices=devices,
-        groups=group_rows(work, _of_the_steps(step_of_event)),
+        groups=group_rows(work, _of_the_steps(work, step_of_event)),
         syncs=sync_rows(columns, operators, host, steps, after_sync),
         sync_calls=tuple(row for row in call_rows(columns, work.calls) if blocks_host(row.name)),
         modules=module_rows(columns, work, operators),
@@ -108,14 +108,18 @@ def _devices(
     return tuple(summaries), after_sync
 
 
-def _of_the_steps(step_of_event: Ints) -> Mask:
-    """Events that the marked steps launched; every event where none of them did.
+def _of_the_steps(work: Work, step_of_event: Ints) -> Mask:
+    """All events but those launched before or between the marked steps; all where the steps launched none.
 
+    Numbers of launch calls ascend, so one below all calls of the file was given before the recording began.
     A host that runs ahead leaves up to a step of queued work, which the device does while the next step is recorded:
     0.7 s of device time in a recording of a 0.4 s step (benchmarks/results/ladder/27b-8_speedkit_rep1.json).
     """
-    launched = np.asarray(step_of_event >= 0)
-    return launched if launched.any() else ~launched
+    if not (step_of_event >= 0).any():
+        return np.ones(len(work.events), dtype=bool)
+    number, numbers = work.events.correlation, work.calls.correlation
+    before = (work.call < 0) & (number != ABSENT) & (number < numbers[numbers != ABSENT].min())
+    return np.asarray(~before & ~((work.call >= 0) & (step_of_event < 0)))
 
 
 def _partial(stream: TraceStream, columns: Columns) -> tuple[str, ...]:

@@ -192,6 +192,9 @@ def test_the_rank_with_most_work_of_its_own_is_the_slowest(tmp_path):
         ("_nll_kernel", "loss and softmax"),
         ("_block_rms_norm_backward_kernel", "norm"),
         ("_swiglu_backward_kernel", "element-wise"),
+        ("_forward_kernel", "loss and softmax"),  # TRL's head
+        ("liger_geglu_forward_kernel", "element-wise"),
+        ("void at::native::lpnorm_cleanup<c10::BFloat16, (at::native::NormType)1>(float const*)", "optimizer"),
         ("kernel_kernel", "linear attention"),
         ("my_kernel_kernel", "other"),
         (

@@ -212,10 +212,11 @@ def test_v60_mask_building_is_a_group_of_its_own(tmp_path):
 
 
 def test_work_still_queued_from_the_step_before_is_in_no_group(tmp_path):
-    trace = TraceFile().device("gemm", 0, 300, correlation=99).step(1, 10, 400).launch(20, "gemm", 300, 50)
+    trace = TraceFile().device("gemm", 0, 300, correlation=0).step(1, 10, 400).launch(20, "gemm", 300, 50)
+    trace.device("gemm", 350, 7, correlation=99)  # its launch call is missing in the file, and it came later
     summary = summarize_trace(trace.write(tmp_path / "t.json"))
-    assert [(row.group, row.calls, row.total_ns) for row in summary.groups] == [("GEMM", 1, 50_000)]
-    assert summary.device_time_ns == 350_000
+    assert [(row.group, row.calls, row.total_ns) for row in summary.groups] == [("GEMM", 2, 57_000)]
+    assert summary.device_time_ns == 357_000
 
 
 def test_modules_of_stacks_get_their_forward_and_their_backward(tmp_path):
