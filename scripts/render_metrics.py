@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
+from hf_speedkit.core.layer_flops import FAMILIES
 from hf_speedkit.core.metrics import METRICS
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
@@ -30,7 +32,12 @@ running. A slow kernel, a kernel on padding and a fast kernel on real tokens all
 **FLOP utilisation, three ways.** MFU counts what the model needs, HFU also what is computed once more, OFU what the
 tensor pipes did by their own counter. OFU close to HFU says that the formula and the run are what they seem to be; a
 gap of more than 10 points is said on the console and in the report: FLOPs are counted that were not computed, or work
-is done that nobody counts.
+is done that nobody counts. Families whose formula is known, each equal to torch's FlopCounterMode in
+`tests/core/test_flops.py`: {families}.
+LoRA beside linear maps of these is known too (`modules_to_save` included); other adapters and partly frozen models are
+not, nor is a batch with images or sound. Without the gradient of the first layer's input, which LoRA needs only under
+activation checkpointing, LoRA's FLOPs are counted high by a part of one layer. For another model: `flops=`
+([extending](extending.md)).
 
 **NaN.** A loss or gradient that is not finite is counted and its step named at the next logging step, and never shown
 as 0. `nonfinite="strict"` (the default of SpeedSFTConfig) ends training there, on all ranks, before a checkpoint is
@@ -49,7 +56,8 @@ def rendered() -> str:
     lines = ["| key | unit | formula | source | cost per step |", "|---|---|---|---|---|"]
     for metric in METRICS.values():
         lines.append(f"| `{metric.key}` | {metric.unit} | {metric.formula} | {metric.by.source} | {metric.by.cost} |")
-    return HEAD + "\n".join(lines) + "\n"
+    families = textwrap.fill(", ".join(sorted(FAMILIES)), 118, break_on_hyphens=False)
+    return HEAD.replace("{families}", families) + "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,17 +1,11 @@
 """Model FLOPs of one training step from a model's configuration and the lengths of its documents.
 
 What is counted: forward and backward of matrix products, one multiply-add = 2 FLOPs; attention by the positions a token
-may see in its own document; the recurrence of gated linear attention; never padding, never recompute, nothing
-element-wise. Divided by time and peak this is MFU. What activation checkpointing computes once more is counted apart
-(`ModelFlops.recomputed`), by the parts of a layer that are computed again; added, it gives HFU.
-
-Per token and forward, with H the hidden size: a linear map of n inputs and m outputs costs 2nm. Attention costs
-4 x heads x head_dim for every (query, key) pair: a document of length L has L(L+1)/2 causal pairs. The gated delta rule
-(arXiv 2412.06464, equation 10: S' = a S (I - b k k^T) + b v k^T, o = S q) needs three products with the state S [V, K]
-per token and value head, S k, the rank-one update and S q: 6KV. The chunked algorithm of today's kernels does more
-arithmetic than that for the same result; like recompute, the surplus is the implementation's, not the model's. The
-depthwise convolution costs 2 x width per channel. Backward costs twice the forward, or once where a frozen weight needs
-only the gradient of its input.
+may see in its own document (a document of length L has L(L+1)/2 causal pairs); the recurrences of linear attention;
+never padding, never recompute, nothing element-wise. Divided by time and peak this is MFU. What activation
+checkpointing computes once more is counted apart (`ModelFlops.recomputed`), by the parts of a layer that are computed
+again; added, it gives HFU. What a layer costs, with sources: `hf_speedkit.core.layer_flops`. Backward costs twice the
+forward, or once where a frozen weight needs only the gradient of its input.
 """
 
 from __future__ import annotations
@@ -20,18 +14,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from hf_speedkit.core.layer_flops import FAMILIES, MissingNumberError, head_of, layers_of
 from hf_speedkit.core.records import TokenCounts
 
 Head = Literal["real", "target"]
-
-DENSE = frozenset({"llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma2", "gemma3_text"})
-SPARSE = frozenset({"mixtral", "qwen3_moe"})
-HYBRID = frozenset({"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"})
-FAMILIES = DENSE | SPARSE | HYBRID
-"""Values of `model_type` whose formula is compared with torch's FlopCounterMode in tests/core/test_flops.py."""
-
-_NORM_AFTER = frozenset({"gemma2", "gemma3_text", "olmo2"})
-"""Families with a norm behind the feed-forward block: its output is needed again in backward."""
 
 Part = Literal[
     "attention_projections",
@@ -79,6 +65,7 @@ class ModelFlops:
         per_pair_in_window: the same of layers with a sliding window, by window size.
         adapter_per_token: trained low-rank adapters beside frozen linear maps.
         frozen: the weights of layers and head are not trained.
+        head_trained: the head's are all the same (LoRA with modules_to_save=["lm_head"]).
         head_on: whether the head runs on every real token or on target tokens only (TRL's fused head, and ours).
         head_again: whether backward makes the head's product once more, as TRL's fused head does.
         causal: count the pairs a causal mask leaves; False counts all L x L, which eager attention computes.
@@ -94,6 +81,7 @@ class ModelFlops:
     per_pair_in_window: tuple[tuple[int, float], ...] = ()
     adapter_per_token: float = 0.0
     frozen: bool = False
+    head_trained: bool = False
     head_on: Head = "real"
     head_again: bool = False
     causal: bool = True
@@ -180,9 +168,11 @@ class ModelFlops:
 
     def _training(self, tokens: int, squared: int, target: int) -> float:
         passes = 2 if self.frozen else 3
+        head_passes = 2 if self.frozen and not self.head_trained else 3
         head_tokens = tokens if self.head_on == "real" else target
         return (
-            passes * (self.linear_per_token * tokens + self.head_per_token * head_tokens)
+            passes * self.linear_per_token * tokens
+            + head_passes * self.head_per_token * head_tokens
             + 3 * (self.core_per_token + self.adapter_per_token) * tokens
             + 3 * self.per_pair * self._pairs(tokens, squared)
         )
@@ -194,6 +184,7 @@ def model_flops(
     head_on: Head = "real",
     causal: bool = True,
     frozen: bool = False,
+    head_trained: bool = False,
     adapter_parameters: int = 0,
     layers: Collection[int] | None = None,
 ) -> ModelFlops | None:
@@ -204,7 +195,8 @@ def model_flops(
         head_on: see `ModelFlops`.
         causal: see `ModelFlops`.
         frozen: only adapters are trained.
-        adapter_parameters: trained adapter weights, each used once per token.
+        head_trained: see `ModelFlops`.
+        adapter_parameters: trained weights of adapters' maps, each used once per token.
         layers: indices of the decoder layers to count; None for all.
 
     Returns:
@@ -215,112 +207,34 @@ def model_flops(
     if numbers.get("model_type") not in FAMILIES:
         return None
     try:
-        found = _from_numbers(numbers, head_on=head_on, causal=causal, wanted=layers)
-    except _MissingError:
+        found = _from_layers(numbers, head_on=head_on, causal=causal, wanted=layers)
+    except MissingNumberError:
         return None
-    return replace(found, frozen=frozen, adapter_per_token=2.0 * adapter_parameters)
+    return replace(found, frozen=frozen, head_trained=head_trained, adapter_per_token=2.0 * adapter_parameters)
 
 
-class _MissingError(Exception):
-    """The configuration lacks a number."""
-
-
-def _from_numbers(
+def _from_layers(
     config: Mapping[str, object], *, head_on: Head, causal: bool, wanted: Collection[int] | None
 ) -> ModelFlops:
-    layers = _number(config, "num_hidden_layers")
-    kinds = config.get("layer_types") or [_default_kind(config)] * layers
-    if not isinstance(kinds, Sequence) or len(kinds) != layers:
-        raise _MissingError
-    linear = delta = blocks = outputs = core = per_pair = 0.0
+    layers = [layer for at, layer in enumerate(layers_of(config)) if wanted is None or at in wanted]
     windows: dict[int, float] = {}
-    for index, kind in enumerate(kinds):
-        if wanted is not None and index not in wanted:
-            continue
-        block, output = _feed_forward(config, index)
-        blocks += block
-        outputs += output
-        if kind == "linear_attention":
-            layer_linear, layer_core = _delta_rule(config)
-            delta += layer_linear
-            core += layer_core
-            continue
-        layer_linear, layer_per_pair = _attention(config)
-        linear += layer_linear
-        if kind == "full_attention":
-            per_pair += layer_per_pair
-        elif kind == "sliding_attention":
-            window = _number(config, "sliding_window")
-            windows[window] = windows.get(window, 0.0) + layer_per_pair
-        else:
-            raise _MissingError
+    for layer in layers:
+        if layer.window is not None:
+            windows[layer.window] = windows.get(layer.window, 0.0) + layer.per_pair
+    delta = sum(layer.linear_attention for layer in layers)
+    blocks, outputs = sum(layer.feed_forward for layer in layers), sum(layer.output for layer in layers)
     return ModelFlops(
-        linear_per_token=linear + delta + blocks + outputs,
+        linear_per_token=sum(layer.attention for layer in layers) + delta + blocks + outputs,
         delta_linear_per_token=delta,
         feed_forward_per_token=blocks,
         feed_forward_output_per_token=outputs,
-        head_per_token=2.0 * _number(config, "hidden_size") * _number(config, "vocab_size"),
-        core_per_token=core,
-        per_pair=per_pair,
+        head_per_token=head_of(config),
+        core_per_token=sum(layer.core for layer in layers),
+        per_pair=sum(layer.per_pair for layer in layers if layer.window is None),
         per_pair_in_window=tuple(sorted(windows.items())),
         head_on=head_on,
         causal=causal,
     )
-
-
-def _default_kind(config: Mapping[str, object]) -> str:
-    """Kind of every layer where the configuration does not list them: mistral's window covers all layers."""
-    windowed = config.get("model_type") in {"mistral", "mixtral"} and config.get("sliding_window")
-    return "sliding_attention" if windowed else "full_attention"
-
-
-def _attention(config: Mapping[str, object]) -> tuple[float, float]:
-    """Linear FLOPs per token and core FLOPs per pair of one softmax attention layer."""
-    hidden, heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
-    head_dim = _optional(config, "head_dim") or hidden // heads
-    key_value_heads = _optional(config, "num_key_value_heads") or heads
-    # Qwen3.5 and Qwen3-next project a gate of the output's size together with the query.
-    query_outputs = heads * head_dim * (2 if config.get("model_type") in HYBRID else 1)
-    linear = 2.0 * hidden * (query_outputs + 2 * key_value_heads * head_dim + heads * head_dim)
-    return linear, 4.0 * heads * head_dim
-
-
-def _delta_rule(config: Mapping[str, object]) -> tuple[float, float]:
-    """Linear and core FLOPs per token of one GatedDeltaNet layer."""
-    hidden = _number(config, "hidden_size")
-    value_heads, value_dim = _number(config, "linear_num_value_heads"), _number(config, "linear_value_head_dim")
-    key_dim = _number(config, "linear_key_head_dim")
-    keys, values = _number(config, "linear_num_key_heads") * key_dim, value_heads * value_dim
-    convolved = 2 * keys + values
-    # qkv, output gate z, decay and write strength per value head, output projection
-    linear = 2.0 * hidden * (convolved + values + 2 * value_heads + values)
-    core = 6.0 * value_heads * key_dim * value_dim + 2.0 * _number(config, "linear_conv_kernel_dim") * convolved
-    return linear, core
-
-
-def _feed_forward(config: Mapping[str, object], layer: int) -> tuple[float, float]:
-    """FLOPs per token of one gated feed-forward block, of its active experts where it is sparse.
-
-    The second number is the down projection of a dense block that nothing but the residual sum follows.
-    """
-    hidden = _number(config, "hidden_size")
-    experts = _optional(config, "num_experts") or _optional(config, "num_local_experts")
-    if not experts or not _is_sparse(config, layer):
-        one = 2.0 * hidden * _number(config, "intermediate_size")
-        return (3 * one, 0.0) if config.get("model_type") in _NORM_AFTER else (2 * one, one)
-    width = _optional(config, "moe_intermediate_size") or _number(config, "intermediate_size")
-    active = _number(config, "num_experts_per_tok")
-    shared = _optional(config, "shared_expert_intermediate_size") or 0
-    gate = 2.0 * hidden if shared else 0.0
-    return 2.0 * hidden * experts + 6.0 * hidden * (active * width + shared) + gate, 0.0
-
-
-def _is_sparse(config: Mapping[str, object], layer: int) -> bool:
-    if config.get("model_type") not in SPARSE | HYBRID:
-        return False
-    dense_layers = config.get("mlp_only_layers") or ()
-    every = _optional(config, "decoder_sparse_step") or 1
-    return (layer + 1) % every == 0 and not (isinstance(dense_layers, Sequence) and layer in dense_layers)
 
 
 def pairs_in_window(length: int, window: int, *, causal: bool = True) -> float:
@@ -329,15 +243,3 @@ def pairs_in_window(length: int, window: int, *, causal: bool = True) -> float:
         return float(length * length)
     inside = min(length, window)
     return inside * (inside + 1) / 2 + (length - inside) * window
-
-
-def _number(config: Mapping[str, object], key: str) -> int:
-    value = _optional(config, key)
-    if value is None:
-        raise _MissingError
-    return value
-
-
-def _optional(config: Mapping[str, object], key: str) -> int | None:
-    value = config.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -105,7 +105,9 @@ class RecomputedFlops:
 def flops_of(model: torch.nn.Module, *, layers: Sequence[int] | None = None) -> ModelFlops | None:
     """FLOPs of a transformers model, LoRA included; None for a family or a way of training that is not known.
 
-    The head is counted on every real token, as transformers' own forward computes it.
+    The head is counted on every real token, as transformers' own forward computes it. LoRA is known beside linear maps
+    from the first layer on; the gradient of the first layer's input is counted as if it were needed, as it is under
+    activation checkpointing.
 
     Args:
         model: the model.
@@ -114,14 +116,51 @@ def flops_of(model: torch.nn.Module, *, layers: Sequence[int] | None = None) -> 
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "to_dict"):
         return None
-    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    if not frozen:
+    if all(parameter.requires_grad for parameter in model.parameters()):
         return model_flops(config.to_dict(), layers=layers)
-    if getattr(model, "peft_config", None) is None:
+    if not _is_lora(model):
         return None  # some weights are frozen, and which gradients that saves depends on where they are
     parts = [model] if layers is None else [decoder_layers(model)[index] for index in layers]
-    trained = sum(p.numel() for part in parts for p in part.parameters() if p.requires_grad)
-    return model_flops(config.to_dict(), frozen=True, adapter_parameters=trained, layers=layers)
+    adapted: Any = model
+    head = adapted.get_output_embeddings()
+    whole = {id(weight) for place in (head, adapted.get_input_embeddings()) for weight in _trained_whole(place)}
+    maps = [
+        weight
+        for part in parts
+        for name, weight in part.named_parameters()
+        # A vector (a norm, a bias, DoRA's magnitudes) is no product, and an embedding's rows are looked up.
+        if weight.requires_grad and weight.dim() > 1 and id(weight) not in whole and "lora_embedding_A" not in name
+    ]
+    return model_flops(
+        config.to_dict(),
+        frozen=True,
+        head_trained=bool(_trained_whole(head)),
+        adapter_parameters=sum(weight.numel() for weight in maps),
+        layers=layers,
+    )
+
+
+def _is_lora(model: Any) -> bool:
+    """Whether what is trained are LoRA's maps beside linear ones, from the first layer on, so that backward runs
+    through all of the model. Adapters of experts' weights (`target_parameters`) are made anew for every step."""
+    adapters = getattr(model, "peft_config", None) or {}
+    of_linear_maps = all(
+        str(getattr(one.peft_type, "value", one.peft_type)) == "LORA" and not getattr(one, "target_parameters", None)
+        for one in adapters.values()
+    )
+    layers = decoder_layers(model)
+    if not adapters or not of_linear_maps or not layers:
+        return False
+    reached = (layers[0], model.get_input_embeddings())
+    return any(parameter.requires_grad for part in reached for parameter in part.parameters())
+
+
+def _trained_whole(place: Any) -> list[torch.nn.Parameter]:
+    """The trained copy of an embedding or head that stands in for it (peft's modules_to_save)."""
+    if place is None:
+        return []
+    named = place.named_parameters()
+    return [weight for name, weight in named if weight.requires_grad and weight.dim() > 1 and "lora_" not in name]
 
 
 def sliding_window(model: torch.nn.Module) -> int | None:

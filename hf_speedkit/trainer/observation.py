@@ -22,6 +22,11 @@ IGNORED_LABEL = -100
 # Names: keys of transformers' LOSS_MAPPING (transformers/loss/loss_utils.py, 5.23).
 _UNSHIFTED = frozenset({"ForMaskedLM", "ForTokenClassification"})
 
+# Inputs of transformers' models that are no text: images, video, sound.
+_OTHER_INPUTS = ("pixel_values", "image_", "video_", "input_features", "input_values", "audio_", "feature_attention")
+
+_UNKNOWN_COUNT = -(2**50)
+"""Stands on the device for a count that cannot be told: beyond any sum of true ones; thousands of it fit an int64."""
 
 _COUNTS = tuple(field.name for field in fields(TokenCounts))
 
@@ -129,7 +134,7 @@ def count_batch(
         The host part (shapes are known there) and the device part; None where there are no tokens to count.
         Slots: positions of the input (and of the decoder, where there is one). Real: positions with attention_mask 1,
         without a mask all of them. Target: labels != -100 that enter the loss; unknown without labels per position.
-        Documents: boundaries of a packed row, else rows.
+        Documents: boundaries of a packed row, else positions that start again at 0, else rows.
     """
     shape = _positions(arguments, keywords)
     if shape is None:
@@ -140,7 +145,7 @@ def count_batch(
     documents: int | None = shape[0]
     squared: int | None = shape[0] * shape[1] * shape[1]
     lengths: torch.Tensor | None = None
-    mask, boundaries = keywords.get("attention_mask"), keywords.get("cu_seq_lens_q")
+    mask, boundaries, positions = (keywords.get(name) for name in ("attention_mask", "cu_seq_lens_q", "position_ids"))
     if torch.is_tensor(boundaries):
         lengths = boundaries.diff().to(torch.int64)
         documents, squared = int(lengths.numel()), 0
@@ -153,10 +158,17 @@ def count_batch(
     elif mask is not None:
         # A 4-D or per-layer mask: which positions hold a token cannot be read from it.
         real = documents = squared = None
-    elif keywords.get("position_ids") is not None:
-        # Positions may restart inside the row; how many documents that makes is not known without reading them.
-        documents = squared = None
-    pairs = _pairs_in_window(shape, squared, lengths, rule)
+    elif torch.is_tensor(positions) and positions.dim() == 2 and positions.numel() == slots:
+        documents = squared = 0
+        on_device |= _by_positions(positions, rule.window)
+    elif positions is not None:
+        documents = squared = None  # several positions a token (images): where documents begin is not known
+    if any(name.startswith(_OTHER_INPUTS) for name, value in keywords.items() if value is not None):
+        # An encoder for these computes as well: FLOPs of the text alone would be too few, so none are claimed.
+        squared = None
+        for name in ("squared_lengths", "window_pairs"):
+            on_device.pop(name, None)
+    pairs = 0 if "window_pairs" in on_device else _pairs_in_window(shape, squared, lengths, rule)
     if torch.is_tensor(pairs):
         on_device["window_pairs"], pairs = pairs, 0
     labels: Any = keywords.get("labels")
@@ -225,6 +237,20 @@ def _pairs_in_window(shape: tuple[int, int], squared: int | None, lengths: torch
     return (inside * (inside + 1) // 2 + (lengths - inside) * rule.window).sum()
 
 
+def _by_positions(positions: torch.Tensor, window: int | None) -> dict[str, torch.Tensor]:
+    """Documents of packed rows whose positions start at 0 in each (transformers' DataCollatorWithFlattening).
+
+    A document's squared length is the sum of 2p + 1 over its positions p, and a token at p sees min(p + 1, window).
+    Rows in which positions start elsewhere or jump give numbers below zero, which `read` takes as unknown.
+    """
+    positions = positions.to(torch.int64)
+    known = (positions[:, :1] == 0).all() & ((positions[:, 1:] == 0) | (positions.diff(dim=-1) == 1)).all()
+    counts = {"documents": (positions == 0).sum(), "squared_lengths": (2 * positions + 1).sum()}
+    if window is not None:
+        counts["window_pairs"] = (positions + 1).clamp(max=window).sum()
+    return {name: torch.where(known, value, _UNKNOWN_COUNT) for name, value in counts.items()}
+
+
 def _targets(labels: Any, rule: LabelRule) -> torch.Tensor | None:
     """Number of labels that enter the loss, on the device; None where labels are not one per position."""
     if not torch.is_tensor(labels) or labels.dim() != 2 or labels.is_floating_point():
@@ -243,7 +269,10 @@ def _finish(observation: Observation, values: Any) -> CountedStep:
     tokens = observation.tokens
     counts = {name: getattr(tokens, name) for name in _COUNTS}
     # Unknown stays unknown, even if another micro-batch of the step was counted.
-    counts = {name: None if value is None else value + found.get(name, 0) for name, value in counts.items()}
+    counts = {
+        name: None if value is None or found.get(name, 0) < 0 else value + found.get(name, 0)
+        for name, value in counts.items()
+    }
     return CountedStep(
         micro_batches=observation.micro_batches,
         tokens=TokenCounts(**counts),

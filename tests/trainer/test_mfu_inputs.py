@@ -1,7 +1,9 @@
 """What is recomputed is read off the model as it trains: which layers, how, and the head."""
 
+import copy
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,12 +90,82 @@ def test_a_head_that_makes_its_product_again_is_counted_with_and_without_checkpo
     assert RecomputedFlops(model, formula, None)(COUNTS) == head + flops_of(model).recomputed(COUNTS, LAYER_PARTS)
 
 
+class Adapter(torch.nn.Module):
+    """Stands for peft's LoRA beside a frozen linear map or embedding."""
+
+    def __init__(self, base, rank=2):
+        super().__init__()
+        self.base_layer = base
+        if isinstance(base, torch.nn.Embedding):
+            self.lora_embedding_A = torch.nn.Parameter(torch.randn(base.num_embeddings, rank))
+            self.lora_embedding_B = torch.nn.Parameter(torch.randn(rank, base.embedding_dim))
+        else:
+            self.lora_A = torch.nn.Linear(base.in_features, rank, bias=False)
+            self.lora_B = torch.nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x):
+        if isinstance(self.base_layer, torch.nn.Embedding):
+            return self.base_layer(x) + self.lora_embedding_A[x] @ self.lora_embedding_B
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+class Saved(torch.nn.Module):
+    """Stands for peft's modules_to_save: a trained copy in the place of the frozen original."""
+
+    def __init__(self, original):
+        super().__init__()
+        self.original_module = original
+        self.modules_to_save = copy.deepcopy(original).requires_grad_(True)
+
+    def forward(self, x):
+        return self.modules_to_save(x)
+
+
+def lora(*also, kind="LORA", layers=range(4), **more):
+    model = tiny().requires_grad_(False)
+    for index in layers:
+        attention = model.model.layers[index].self_attn
+        attention.q_proj, attention.v_proj = Adapter(attention.q_proj), Adapter(attention.v_proj)
+    if "head" in also:
+        model.lm_head = Saved(model.lm_head)
+    if "embedding" in also:
+        model.model.embed_tokens = Saved(model.model.embed_tokens)
+    if "adapter of the embedding" in also:
+        model.model.embed_tokens = Adapter(model.model.embed_tokens)
+    if "norms" in also:
+        model.model.norm.weight.requires_grad_(True)
+    if "embedding" not in also:
+        model.enable_input_require_grads()  # as the Trainer does under activation checkpointing
+    model.peft_config = {"default": SimpleNamespace(peft_type=kind, **more)}
+    return model
+
+
+@pytest.mark.parametrize(
+    "also", [(), ("head",), ("embedding",), ("head", "embedding"), ("adapter of the embedding",), ("norms",)]
+)
+def test_what_lora_trains_besides_its_maps_costs_what_the_counter_sees(also, monkeypatch):
+    monkeypatch.setattr("hf_speedkit.trainer.mfu_inputs.model_flops", partial(model_flops, causal=False))
+    model = lora(*also)
+    assert counted(model) == flops_of(model).training([TOKENS])
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: lora(kind="PROMPT_TUNING"),
+        lambda: lora(kind="LOHA"),
+        lambda: lora(target_parameters=["mlp.experts.gate_up_proj"]),
+        lambda: lora(layers=[3]),  # backward ends there
+        lambda: tiny().requires_grad_(False),
+    ],
+    ids=["prompts", "another product", "weights of experts", "last layer only", "all frozen"],
+)
+def test_ways_of_training_that_the_formula_does_not_know_have_no_flops(model):
+    assert flops_of(model()) is None
+
+
 def test_only_the_adapters_of_checkpointed_layers_are_counted():
-    model = tiny()
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    for layer in model.model.layers:
-        layer.self_attn.q_norm.weight.requires_grad_(True)  # stands for an adapter: trained, 16 numbers a layer
-    model.peft_config = {}
-    assert flops_of(model).adapter_per_token == 2 * 4 * 16
-    assert flops_of(model, layers=[0, 2]).adapter_per_token == 2 * 2 * 16
+    model = lora("head")
+    one_layer = 2 * (32 * 2 + 2 * 64) + 2 * (32 * 2 + 2 * 32)  # of query and value
+    assert flops_of(model).adapter_per_token == 4 * one_layer
+    assert flops_of(model, layers=[0, 2]).adapter_per_token == 2 * one_layer

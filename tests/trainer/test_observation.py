@@ -79,7 +79,7 @@ def test_pairs_inside_a_sliding_window_are_counted_wherever_lengths_are_known(wi
     assert counted(packed, rule).window_pairs == pairs_by_mask((3, 11, 5, 8), window)
     assert counted(pad(documents((10, 4))), rule).window_pairs == pairs_by_mask((10, 4), window)
     assert counted({"input_ids": ids(2, 9)}, rule).window_pairs == pairs_by_mask((9, 9), window)
-    positions = {"input_ids": ids(1, 9), "position_ids": ids(1, 9)}  # where documents begin is not known
+    positions = {"input_ids": ids(1, 9), "position_ids": ids(1, 9) + 5}  # where documents begin is not known
     assert counted(positions, rule).window_pairs is None
     assert counted(packed).window_pairs is None  # a model without a window
 
@@ -103,9 +103,29 @@ def test_a_mask_that_is_not_one_per_position_leaves_real_tokens_unknown(mask):
     assert (counts.slots, counts.real, counts.documents, counts.squared_lengths) == (4, None, None, None)
 
 
-def test_positions_alone_do_not_say_how_many_documents_there_are():
-    counts = counted({"input_ids": ids(1, 4), "position_ids": torch.tensor([[0, 1, 0, 1]])})
-    assert (counts.slots, counts.real, counts.documents, counts.squared_lengths) == (4, 4, None, None)
+@pytest.mark.parametrize(
+    ("positions", "documents", "squared", "pairs"),
+    [
+        ([[0, 1, 2, 0, 1, 0]], 3, 9 + 4 + 1, 1 + 2 + 2 + 1 + 2 + 1),  # DataCollatorWithFlattening's row
+        ([[0, 1, 2], [0, 1, 0]], 3, 9 + 4 + 1, 1 + 2 + 2 + 1 + 2 + 1),
+        ([[2, 3, 4, 5, 6, 7]], None, None, None),  # starts elsewhere
+        ([[0, 1, 5, 6, 7, 8]], None, None, None),  # jumps, as for training on longer contexts than there are
+        ([[[0, 1, 2, 3, 4, 5]]] * 3, None, None, None),  # three positions a token
+    ],
+)
+def test_positions_that_start_again_at_0_tell_the_documents(positions, documents, squared, pairs):
+    shape = (2, 3) if len(positions) == 2 else (1, 6)
+    tokens = counted({"input_ids": ids(*shape), "position_ids": torch.tensor(positions)}, LabelRule(window=2))
+    assert (tokens.slots, tokens.real) == (6, 6)
+    assert (tokens.documents, tokens.squared_lengths, tokens.window_pairs) == (documents, squared, pairs)
+
+
+@pytest.mark.parametrize("name", ["pixel_values", "input_features"])
+def test_a_batch_with_images_or_sound_claims_no_flops(name):
+    batch = {**pad(documents((10, 4))), name: torch.zeros(2, 3)}
+    tokens = counted(batch, LabelRule(window=2))
+    assert (tokens.real, tokens.documents) == (14, 2)
+    assert (tokens.squared_lengths, tokens.window_pairs) == (None, None)
 
 
 def test_positional_and_embedded_inputs_are_seen():
