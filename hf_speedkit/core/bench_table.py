@@ -130,7 +130,7 @@ class Shape:
 
     Args:
         ours: its row of `OURS`.
-        beside: the other rows that more than one place has, by name.
+        beside: the other rows that more than one place has, and that of `OTHERS`, by name.
         times_others: its speed over that of `OTHERS`; None where that was not measured.
         times_others_median: the same of their median steps, as if nothing ever compiled.
     """
@@ -143,24 +143,22 @@ class Shape:
 
 def shapes(ladders: Mapping[str, Sequence[BenchRow]]) -> tuple[Shape, ...]:
     """The places that have a row of `OURS`, the one with most rows first; empty where fewer than two have."""
-    named = {where: {row.name: row for row in found} for where, found in ladders.items()}
-    named = {where: found for where, found in named.items() if OURS in found}
+    named = [{row.name: row for row in ladder} for ladder in ladders.values()]
+    named = sorted((found for found in named if OURS in found), key=len, reverse=True)
     if len(named) < 2:
         return ()
-    everywhere = [name for found in named.values() for name in found if name != OURS and not name.startswith(MINUS)]
+    everywhere = [name for found in named for name in found if name != OURS and not name.startswith(MINUS)]
     # From slow to fast, as the first place has them.
-    order = [name for name in dict.fromkeys(everywhere) if everywhere.count(name) > 1]
-    found = []
-    for one in sorted(named.values(), key=len, reverse=True):
-        found.append(
-            Shape(
-                ours=one[OURS],
-                beside={name: one[name] for name in order if name in one},
-                times_others=_ratio(one[OURS], one.get(OTHERS), SPEED),
-                times_others_median=_ratio(one[OURS], one.get(OTHERS), MEDIAN_STEP),
-            )
+    order = [name for name in dict.fromkeys(everywhere) if everywhere.count(name) > 1 or name == OTHERS]
+    return tuple(
+        Shape(
+            ours=found[OURS],
+            beside={name: found[name] for name in order if name in found},
+            times_others=_ratio(found[OURS], found.get(OTHERS), SPEED),
+            times_others_median=_ratio(found[OURS], found.get(OTHERS), MEDIAN_STEP),
         )
-    return tuple(found)
+        for found in named
+    )
 
 
 def _ratio(row: BenchRow, base: BenchRow | None, column: str) -> float | None:
