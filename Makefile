@@ -48,8 +48,9 @@ bench-smoke: install-dev ## The ladder's code path on a CPU with toy models (und
 	$(BIN)/hf-speedkit report runs/bench_smoke --out runs/bench_smoke/ladder.svg
 
 RESULTS = benchmarks/results/ladder
-bench-table: ## Rewrite README's table and picture from the committed results
+bench-table: ## Rewrite the tables of README and docs/speed.md and the picture from the committed results
 	$(BIN)/hf-speedkit report $(RESULTS) --out README.md
+	$(BIN)/hf-speedkit report $(RESULTS) --out docs/speed.md
 	$(BIN)/hf-speedkit report $(RESULTS) --out docs/ladder.svg
 
 test-wheel: install-dev ## Build the wheel and use it in an empty environment without the repository (minutes)

@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 
 from hf_speedkit.cli.main import app
 from hf_speedkit.cli.report_bench import bars, bench_files, into, read
-from hf_speedkit.cli.report_tables import markdown
 from hf_speedkit.core.bench_records import bench_result, is_bench, missing_provenance
 
 ROOT = Path(__file__).parents[1]
@@ -21,9 +20,10 @@ def committed():
     return read(bench_files([RESULTS]))
 
 
-def test_the_readme_holds_the_table_of_the_committed_files():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert into(readme, markdown(committed(), wide=False)) == readme, "run: make bench-table"
+@pytest.mark.parametrize("page", ["README.md", "docs/speed.md"])
+def test_a_page_holds_the_table_of_the_committed_files(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert into(text, committed()) == text, "run: make bench-table"
 
 
 def test_the_picture_is_that_of_the_committed_files():

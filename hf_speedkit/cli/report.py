@@ -127,7 +127,7 @@ def _report_bench(runs: Sequence[Path], out: Path | None, *, as_json: bool) -> N
         elif out.suffix == ".svg":
             out.write_text(bars(results), encoding="utf-8")
         else:
-            out.write_text(into(out.read_text(encoding="utf-8"), markdown(results, wide=False)), encoding="utf-8")
+            out.write_text(into(out.read_text(encoding="utf-8"), results), encoding="utf-8")
     except BenchError as error:
         _fail(str(error))
     except OSError as error:

@@ -10,13 +10,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
+from hf_speedkit.cli.report_tables import markdown
 from hf_speedkit.core.bench_records import BenchResult, bench_result, is_bench, missing_provenance
 from hf_speedkit.core.bench_table import SPEED, UTILIZATION, BenchRow, by_workload, rows, shares
 from hf_speedkit.core.errors import BenchError
 from hf_speedkit.core.plot import Scale, number, pixel, rounded_up, ticks
 
-BEGIN, END = "<!-- bench-table: begin, made by `make bench-table` -->", "<!-- bench-table: end -->"
-_WIDTH, _BAR, _GAP = 800, 20, 12
+BEGIN = "<!-- bench-table: begin, made by `make bench-table` -->"
+BEGIN_WIDE = "<!-- bench-table: begin, every column, made by `make bench-table` -->"
+END = "<!-- bench-table: end -->"
+_WIDTH, _BAR, _GAP, _TOP = 800, 20, 12, 8.0
+_RING, _RING_TEXT = "#d9780b", "#a1580a"
+"""Of the rings, and darker for letters: 4.5 to 1 against white."""
 _LETTER_PX = 6.7
 """Width of a letter of 12 px, a little more than the mean: names must fit before the bars."""
 
@@ -53,17 +58,18 @@ def _values(path: Path) -> Mapping[str, object] | None:
     return values if isinstance(values, dict) else None
 
 
-def into(document: str, table: str) -> str:
-    """A document with the table between its two markers.
+def into(document: str, results: Sequence[BenchResult]) -> str:
+    """A document with the tables of `results` between its two markers; the first says whether with every column.
 
     Raises:
         BenchError: a marker is missing.
     """
-    before, begin, rest = document.partition(BEGIN)
+    marker = BEGIN_WIDE if BEGIN_WIDE in document else BEGIN
+    before, begin, rest = document.partition(marker)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise BenchError("the document has no place for the table", mend=f"put two lines into it: {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{table}\n{END}{after}"
+    return f"{before}{marker}\n\n{markdown(results, wide=marker == BEGIN_WIDE)}\n{END}{after}"
 
 
 def provenance_gaps(results: Sequence[BenchResult]) -> list[str]:
@@ -75,13 +81,15 @@ def provenance_gaps(results: Sequence[BenchResult]) -> list[str]:
 def bars(results: Sequence[BenchResult]) -> str:
     """Real tokens per second as an SVG picture: a group of bars for each workload, a line from least to most run.
 
-    A ring on each bar's line is GPU utilisation, 0 to 100 % over the same width: it says little about the bar.
+    A ring on each bar's line is GPU utilisation, by the scale above, over the same width: it says little about the bar.
     """
     groups = {where: _without_items(ladder) for where, ladder in by_workload(rows(results)).items()}
     top = rounded_up(1.02 * max((_high(row) for of in groups.values() for row in of), default=1.0))
     names = 20 + _LETTER_PX * max((len(row.name) for of in groups.values() for row in of), default=0)
     x = Scale(0.0, top, names, _WIDTH - 70)
-    drawn, y = [], 8.0
+    rings = any(UTILIZATION in row.values for of in groups.values() for row in of)
+    above = _TOP + (22 if rings else 0)
+    drawn, y = [], above
     for workload, of in groups.items():
         y += 22
         drawn.append(f'<text x="8" y="{pixel(y - 7)}" font-weight="600">{escape(workload)}</text>')
@@ -90,15 +98,16 @@ def bars(results: Sequence[BenchResult]) -> str:
             drawn += _bar(row, x, y, fastest)
             y += _BAR + _GAP
     lines = [
-        f'<path d="M{pixel(x(at))} 8V{pixel(y)}" stroke="#dfe4ea"/>'
+        f'<path d="M{pixel(x(at))} {pixel(above)}V{pixel(y)}" stroke="#dfe4ea"/>'
         f'<text x="{pixel(x(at))}" y="{pixel(y + 16)}" text-anchor="middle" fill="#5b6675">{number(at)}</text>'
         for at in ticks(0.0, top)
     ]
-    rings = any(UTILIZATION in row.values for of in groups.values() for row in of)
+    lines += _percent_scale(x) if rings else []
     each = " and GPU" if any(row.ranks > 1 for of in groups.values() for row in of) else ""
-    legend = f"bars: real tokens per second{each}, median of the runs"
-    legend += "; rings: GPU utilisation, 0 to 100 % over the same width" if rings else ""
-    caption = f'<text x="8" y="{pixel(y + 34)}" fill="#5b6675">{legend}</text>'
+    caption = (
+        f'<text x="{pixel((x.start + x.end) / 2)}" y="{pixel(y + 34)}" text-anchor="middle" fill="#5b6675">'
+        f"bars: real tokens per second{each}, median of the runs</text>"
+    )
     height = pixel(y + 44)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
@@ -107,6 +116,17 @@ def bars(results: Sequence[BenchResult]) -> str:
         + "".join([*lines, *drawn, caption])
         + "</svg>\n"
     )
+
+
+def _percent_scale(x: Scale) -> list[str]:
+    """The rings' scale, above the bars and in their colour."""
+    at = {percent: x.start + percent / 100 * (x.end - x.start) for percent in (0, 25, 50, 75, 100)}
+    marks = [
+        f'<text x="{pixel(where)}" y="28" text-anchor="middle" fill="{_RING_TEXT}">{percent}%</text>'
+        for percent, where in at.items()
+    ]
+    title = f'<text x="{pixel(at[50])}" y="13" text-anchor="middle" fill="{_RING_TEXT}">rings: GPU utilisation</text>'
+    return [title, *marks]
 
 
 def _high(row: BenchRow) -> float:
@@ -139,5 +159,5 @@ def _bar(row: BenchRow, x: Scale, y: float, fastest: float) -> list[str]:
     label = end + 6 if ring is None or not end - 8 < ring < end + 60 else max(end, ring + 6) + 6
     parts.append(f'<text x="{pixel(label)}" y="{pixel(y + 14)}"{weight}>{row.speed_per_device:,.0f}</text>')
     if ring is not None:
-        parts.append(f'<circle cx="{pixel(ring)}" cy="{middle}" r="5" fill="#fff" stroke="#d9780b" stroke-width="2"/>')
+        parts.append(f'<circle cx="{pixel(ring)}" cy="{middle}" r="5" fill="#fff" stroke="{_RING}" stroke-width="2"/>')
     return parts

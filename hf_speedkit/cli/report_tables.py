@@ -27,11 +27,12 @@ def markdown(results: Sequence[BenchResult], *, wide: bool = True) -> str:
     """The tables of results, and a line on where they were measured.
 
     A ladder for each workload, the slowest first; what each item of `OURS` gives, where it was measured without it; and
-    where several workloads have `OURS`, one table over them. A document has room for one ladder then: the longest.
+    where several workloads have `OURS`, one table over them. At a glance there is one ladder then, the longest, and not
+    what each item gives.
 
     Args:
         results: what to show.
-        wide: every column and table, as on a terminal; else those that a document has room for.
+        wide: every column and table, versions and commits; else what a reader takes in at a glance.
     """
     found = rows(results)
     ladders = by_workload(found)
@@ -39,11 +40,11 @@ def markdown(results: Sequence[BenchResult], *, wide: bool = True) -> str:
     long = {several[0].ours.place} if several and not wide else set(ladders)
     given = {where: shares(ladder) for where, ladder in ladders.items()}
     parts = [_ladder(where, ladder, given[where], wide) for where, ladder in ladders.items() if where in long]
-    parts += [_shares(where, ladders[where], of) for where, of in given.items() if of]
-    parts += [_shapes(several)] if several else []
+    parts += [_shares(where, ladders[where], of) for where, of in given.items() if of and wide]
+    parts += [_shapes(several, wide)] if several else []
     if wide:
         parts += [_groups(where, of) for where, of in device_groups(results).items()]
-    parts.append(_footer(results, found))
+    parts.append(_footer(results, found, wide))
     return "\n\n".join(parts) + "\n"
 
 
@@ -72,7 +73,7 @@ _TABLE: Mapping[str, Callable[[BenchRow], str]] = {
     "GPU util. %": _of("gpu_utilization", 0),
     "W": _of("gpu_power_w", 0),
 }
-_LEFT_OUT = ("step ms", "data wait ms", "host waits a step", "start-up s", "first step s")
+_AT_A_GLANCE = ("median step's", "MFU %", "real / slots", "GPU util. %")
 
 
 def _speed_head(found: Sequence[BenchRow]) -> str:
@@ -88,7 +89,7 @@ def _ladder(where: str, ladder: Sequence[BenchRow], items: Sequence[Share], wide
     heads = [f"`{where}`", "runs", _speed_head(found), "times the first"]
     first = found[0].speed
     cells = [[row.name, str(row.runs), _speed(row), f"{row.speed / first:.2f}" if first else ""] for row in found]
-    return _with_columns(heads, cells, found, [head for head in _TABLE if wide or head not in _LEFT_OUT])
+    return _with_columns(heads, cells, found, [head for head in _TABLE if wide or head in _AT_A_GLANCE])
 
 
 _BESIDE = ("MFU %", "HFU %", "launches a step", "device ms", "real / slots", "peak GiB", "GPU util. %", "W")
@@ -105,7 +106,7 @@ def _shares(where: str, ladder: Sequence[BenchRow], items: Sequence[Share]) -> s
     return _with_columns(heads, cells, [ours, *(share.without for share in items)], _BESIDE)
 
 
-def _shapes(several: Sequence[Shape]) -> str:
+def _shapes(several: Sequence[Shape], wide: bool) -> str:
     """A line for each workload: the speeds that several have, and what `OURS` did."""
     ours = [shape.ours for shape in several]
     beside = list(dict.fromkeys(name for shape in several for name in shape.beside))
@@ -120,7 +121,7 @@ def _shapes(several: Sequence[Shape]) -> str:
         speeds = [_speed(shape.beside[name], bold=False) if name in shape.beside else "" for name in beside]
         line = [f"`{shape.ours.place}`", str(shape.ours.runs), *speeds, _speed(shape.ours)]
         cells.append([*line, *(f"{column[at]:.2f}" if column[at] else "" for column in times.values())])
-    return _with_columns(heads, cells, ours, _BESIDE)
+    return _with_columns(heads, cells, ours, [head for head in _BESIDE if wide or head in _AT_A_GLANCE])
 
 
 def _with_columns(
@@ -162,21 +163,21 @@ def _number(spread: Spread | None, digits: int, factor: float) -> str:
     return "" if spread is None else f"{spread.median * factor:,.{digits}f}"
 
 
-def _footer(results: Sequence[BenchResult], found: Sequence[BenchRow]) -> str:
+def _footer(results: Sequence[BenchResult], found: Sequence[BenchRow], wide: bool) -> str:
     """Where it was measured, once, and whether that was the same for all."""
     machines: dict[str, dict[str, None]] = {}
     for result in results:
-        devices, rest = _machine(result)
+        devices, rest = _machine(result, wide)
         machines.setdefault(rest, {})[devices] = None
-    per_job = {(result.workload, result.world_size, _machine(result)) for result in results}
+    per_job = {(result.workload, result.world_size, _machine(result, True)) for result in results}
     commits = dict.fromkeys(commit[:10] + commit[40:] for row in found for commit in row.commits)
     lines = [
         "Medians over runs, each in a process of its own; least and most in brackets. Real tokens/s: tokens of "
         "documents in all steady steps over their time; the median step's: what a step does when nothing compiles.",
         "; ".join(" and ".join(devices) + rest for rest, devices in machines.items())
-        + f". Commit {', '.join(commits) or 'unknown'}.",
+        + (f". Commit {', '.join(commits) or 'unknown'}." if wide else "."),
     ]
-    if any(row.name.startswith(MINUS) for row in found):
+    if wide and any(row.name.startswith(MINUS) for row in found):
         lines.insert(
             1,
             "Time saved by an item: share of the time per token without it; not told apart: runs with and without it "
@@ -187,10 +188,11 @@ def _footer(results: Sequence[BenchResult], found: Sequence[BenchRow]) -> str:
     return " ".join(lines)
 
 
-def _machine(result: BenchResult) -> tuple[str, str]:
+def _machine(result: BenchResult, wide: bool) -> tuple[str, str]:
     """Its devices, and what else it is."""
     where, packages = result.environment, result.environment.packages
     devices = f"{len(where.devices)} x {where.devices[0]}" if where.devices else f"{where.cpu_count} CPU cores"
-    driver = f", driver {where.driver}" if where.driver else ""
-    names = ("torch", "triton", "transformers", "trl", "flash-linear-attention", "causal-conv1d", "liger-kernel")
+    driver = f", driver {where.driver}" if where.driver and wide else ""
+    names: tuple[str, ...] = ("torch", "transformers", "trl")
+    names += ("triton", "flash-linear-attention", "causal-conv1d", "liger-kernel") if wide else ()
     return devices, f"{driver}, " + ", ".join(f"{name} {packages[name]}" for name in names if name in packages)

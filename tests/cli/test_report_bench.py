@@ -9,7 +9,7 @@ from bench_results import bench
 from typer.testing import CliRunner
 
 from hf_speedkit.cli.main import app
-from hf_speedkit.cli.report_bench import BEGIN, END, bars
+from hf_speedkit.cli.report_bench import BEGIN, BEGIN_WIDE, END, bars
 from hf_speedkit.core.bench_records import as_text
 
 
@@ -52,12 +52,11 @@ def test_several_workloads_make_one_table_and_one_of_items(tmp_path):
     for number, result in enumerate(results):
         (tmp_path / f"{number:02}.json").write_text(as_text(result))
     assert report(tmp_path, "--out", document).exit_code == 0
-    ladder, items, several, foot = document.read_text().removeprefix(f"{BEGIN}\n\n").split("\n\n")[:4]
+    ladder, several, foot = document.read_text().removeprefix(f"{BEGIN}\n\n").split("\n\n")[:3]
     assert [line.split(" | ")[0] for line in ladder.splitlines()] == [
         "| `27b-8`", "| ---", "| seed", "| trl", "| speedkit",
     ]  # fmt: skip
-    assert "| loss head | 1 | **150** | 25.0 | no |" in items
-    assert "share of the time per token without it" in foot
+    assert "Commit" not in foot
     lines = several.splitlines()
     assert lines[0].startswith("| real tokens/s per GPU | runs | trl | speedkit | times trl | MFU % |")
     assert [line.split("`")[1] for line in lines[2:]] == [
@@ -70,7 +69,13 @@ def test_several_workloads_make_one_table_and_one_of_items(tmp_path):
     assert "27b-64 on 2 GPUs" in words
     assert "bars: real tokens per second and GPU, median of the runs" in words
     assert "speedkit minus loss head" not in words
-    assert "| `27b-64 on 2 GPUs` | runs | real tokens/s per GPU |" in report(tmp_path).output
+    everything = report(tmp_path).output
+    assert "| `27b-64 on 2 GPUs` | runs | real tokens/s per GPU |" in everything
+    assert "| loss head | 1 | **150** | 25.0 | no |" in everything
+    assert "share of the time per token without it" in everything
+    document.write_text(f"{BEGIN_WIDE}\n{END}\n")
+    assert report(*tmp_path.glob("*.json"), "--out", document).exit_code == 0
+    assert "| loss head | 1 | **150** | 25.0 | no |" in document.read_text()
 
 
 def test_columns_that_nothing_was_measured_for_are_left_out(folder):
