@@ -180,8 +180,9 @@ def test_the_two_names_work_in_place_of_trls(tmp_path, monkeypatch):
     assert names["trainer"].summary().isolation.passed
 
 
-def test_the_table_in_the_readme_is_one_that_the_demo_prints():
+def test_the_screen_in_the_readme_is_that_of_the_committed_demo():
     shown = next(body for kind, body in FENCES if kind == "text")
+    result = json.loads((ROOT / "benchmarks" / "results" / "cpu_demo.json").read_text(encoding="utf-8"))
+    assert shown.splitlines() == result["screen"], "run: python benchmarks/demo_screen.py"
     for line in ("packing efficiency", "2-D padding", "real tokens / s", "step time", "isolation", "kernels FALLBACK"):
         assert line in shown
-    assert "@@" not in shown
