@@ -119,3 +119,6 @@ if __name__ == "__main__":
         said.setdefault(key, []).append(value)
         # After each: what was measured stays where a later part fails.
         (out / f"said{rank}.json").write_text(json.dumps(said, indent=1))
+    from torch.distributed import destroy_process_group
+
+    destroy_process_group()
