@@ -63,4 +63,6 @@ class CheckpointManifest:
             numbers = {name: int(saved[name]) for name in ("step", "world_size", "chunk_bytes")}
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"no manifest of a checkpoint: {error!r}") from error
+        if not files:
+            raise ValueError("it names no files")
         return cls(files=files, **numbers)

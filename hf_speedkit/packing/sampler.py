@@ -139,6 +139,7 @@ class PackedBatchSampler(BatchRebalanceSampler):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, object]:
         """What fixes the order of documents. How far an epoch has come is the Trainer's to know: it skips batches."""
+        window = 1 if self.world_size == 1 else self.cost_window_steps
         return {
             "epoch": self.epoch,
             "seed": self.seed,
@@ -147,6 +148,9 @@ class PackedBatchSampler(BatchRebalanceSampler):  # type: ignore[misc]
             "tokens_per_batch": self.tokens_per_batch,
             "packs_per_step": self.world_size * self.gradient_accumulation_steps,
             "steps_per_epoch": self._steps_per_epoch,
+            "cost_window_steps": window,
+            # Inside a window the number of ranks decides which documents make a step.
+            "ranks_of_a_cost_window": None if window == 1 else self.world_size,
             "lengths": hashlib.sha256(self.lengths.tobytes()).hexdigest(),
         }
 
@@ -157,6 +161,7 @@ class PackedBatchSampler(BatchRebalanceSampler):  # type: ignore[misc]
             PackingError: the documents would come in another order than in the run that saved it; names what differs.
         """
         own = self.state_dict()
+        state = {"cost_window_steps": 1, "ranks_of_a_cost_window": None, **state}  # not noted by earlier versions
         changed = [name for name in own if name != "epoch" and own[name] != state.get(name)]
         if changed:
             raise PackingError(

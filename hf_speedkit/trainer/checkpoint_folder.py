@@ -7,6 +7,7 @@ disk and the manifest over them is written. What is killed before leaves the las
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from hf_speedkit.trainer.checkpoint_files import (
     CHUNK_BYTES,
     flush_folder,
     numbered_checkpoints,
+    read_manifest,
     write_manifest,
     wrong_sizes,
 )
@@ -27,13 +29,19 @@ logger = logging.getLogger(__name__)
 UNFINISHED_NAME = "_unfinished"  # neither checkpoint-*, which transformers sorts and deletes, nor pushed to the Hub
 _REPLACED_NAME = "replaced"
 _GIB = 1 << 30
+_FULL_BYTES = 16 << 20
+_OF_A_FULL_DISK = ("no space left", "os error 28", "quota", "file too large")
 
 
 def clean_leftovers(run_dir: Path) -> None:
-    """Remove what a killed save has left; a checkpoint that was just being replaced gets its name back."""
+    """Remove what a killed save has left; a checkpoint that lacked its name alone, or was being replaced, gets it."""
     unfinished = run_dir / UNFINISHED_NAME
     if not unfinished.is_dir():
         return
+    for _, path in numbered_checkpoints(unfinished):
+        if not os.path.lexists(run_dir / path.name) and _is_whole(path):
+            path.rename(run_dir / path.name)
+            logger.warning("%s was whole and only lacked its name: kept", path.name)
     for _, path in numbered_checkpoints(unfinished / _REPLACED_NAME):
         if not (run_dir / path.name).exists():
             path.rename(run_dir / path.name)
@@ -105,13 +113,41 @@ def publish(folder: Path, run_dir: Path, manifest: CheckpointManifest) -> None:
         flush_folder(inner)
     flush_folder(folder)
     final = run_dir / folder.name
-    if final.exists():  # of an earlier attempt; `clean_leftovers` knows this place
+    if os.path.lexists(final):  # of an earlier attempt; `clean_leftovers` knows this place
         aside = run_dir / UNFINISHED_NAME / _REPLACED_NAME
         aside.mkdir(exist_ok=True)
         final.rename(aside / folder.name)
     folder.rename(final)
     flush_folder(run_dir)
     shutil.rmtree(run_dir / UNFINISHED_NAME)
+
+
+def failed_write(error: BaseException, run_dir: Path, name: str) -> BaseException:
+    """What to raise for a save that failed: a full disk by its name, torch's report of all ranks as an error.
+
+    Args:
+        error: what was raised. torch's CheckpointException is no Exception: nothing that handles errors would see it.
+        run_dir: the run's directory.
+        name: of the checkpoint.
+
+    Returns:
+        A CheckpointError, or `error` itself where there is nothing to add.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    reported = isinstance(error, CheckpointException) and bool(error.failures)
+    cause = next(iter(error.failures.values()))[0] if reported else error  # type: ignore[attr-defined]
+    disk = shutil.disk_usage(run_dir)
+    said = f"{type(cause).__name__}: {cause}".split("\n", 1)[0]
+    full = 0 <= disk.free < _FULL_BYTES <= disk.total or any(words in said.lower() for words in _OF_A_FULL_DISK)
+    if not (full or reported):
+        return error
+    good = [path.name for _, path in numbered_checkpoints(run_dir)]
+    return CheckpointError(
+        f"{name} could not be written{': the disk is full, or a quota is used up' if full else ''}",
+        evidence=(said, f"{disk.free / _GIB:.2f} GiB free; last whole checkpoint: {good[0] if good else 'none'}"),
+        mend=("free space" if full else "mend what is named") + ", then go on with resume_from_checkpoint=True",
+    )
 
 
 def rotate(run_dir: Path, *, keep: int | None, newest: Path, best: str | None) -> None:
@@ -134,6 +170,15 @@ def manifest_of(step: int, world_size: int, written: Sequence[Mapping[str, Check
     """One manifest over what every rank has written."""
     files = {name: file for part in written for name, file in part.items()}
     return CheckpointManifest(step=step, world_size=world_size, chunk_bytes=CHUNK_BYTES, files=files)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a save got as far as its manifest, which is written behind everything else."""
+    try:
+        manifest = read_manifest(folder)
+    except (ValueError, OSError):
+        return False
+    return manifest is not None and not wrong_sizes(folder, manifest)
 
 
 def _size_bytes(directory: Path) -> int:

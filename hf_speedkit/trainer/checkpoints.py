@@ -6,11 +6,12 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
@@ -22,13 +23,15 @@ from hf_speedkit.trainer.checkpoint_folder import (
     UNFINISHED_NAME,
     checkpoint_bytes,
     clean_leftovers,
+    failed_write,
     manifest_of,
     publish,
     require_space,
     rotate,
 )
 from hf_speedkit.trainer.export import describe_model, export_dtype, is_adapter_model, is_fsdp2, save_final_model
-from hf_speedkit.trainer.resume import Reader, check_kind, settle_resume
+from hf_speedkit.trainer.resume import Reader, check_kind, loading_optimizer, refuse_weights_alone, settle_resume
+from hf_speedkit.trainer.run_lock import run_lock
 from hf_speedkit.trainer.sharded_weights import is_sharded, load_sharded_optimizer, load_sharded_weights
 from hf_speedkit.trainer.stop_signal import StopSignal
 from hf_speedkit.trainer.streaming import StreamedBatches
@@ -59,18 +62,24 @@ class SafeCheckpoints(StreamedBatches):
         Raises:
             CheckpointError: the checkpoint is damaged, or the disk has no room for one.
         """
-        agree(self._clean)
-        checkpoint = settle_resume(resume_from_checkpoint, self.args.output_dir, self._reader())
-        if checkpoint is not None:
-            check_kind(Path(checkpoint), fsdp=self.is_fsdp_enabled)
-        self.resume_stream(checkpoint)
-        # Without checkpoints there is nothing to write when a signal comes: it ends the process as ever.
-        with self.stop_signal.installed(self.args.save_strategy != SaveStrategy.NO):
-            return super().train(checkpoint, *args, **kwargs)
+        saves = self.args.save_strategy != SaveStrategy.NO
+        with ExitStack() as held:
+            agree(partial(self._take_over, held, saves))
+            checkpoint = settle_resume(resume_from_checkpoint, self.args.output_dir, self._reader())
+            if checkpoint is not None:
+                agree(partial(check_kind, Path(checkpoint), fsdp=self.is_fsdp_enabled))
+                agree(partial(refuse_weights_alone, Path(checkpoint)))
+            self.resume_stream(checkpoint)
+            # Without checkpoints there is nothing to write when a signal comes: it ends the process as ever.
+            with self.stop_signal.installed(saves):
+                return super().train(checkpoint, *args, **kwargs)
 
-    def _clean(self) -> None:
+    def _take_over(self, held: ExitStack, saves: bool) -> None:
         if self.args.should_save:
-            clean_leftovers(Path(self.args.output_dir))
+            run_dir = Path(self.args.output_dir)
+            if saves:
+                held.enter_context(run_lock(run_dir))
+            clean_leftovers(run_dir)
 
     def _reader(self) -> Reader:
         """Ranks that see the same disk share the reading."""
@@ -116,7 +125,10 @@ class SafeCheckpoints(StreamedBatches):
         require_space(run_dir, checkpoint_bytes(self.model, self.optimizer, adapters_only=is_adapter_model(self.model)))
 
     def _write_checkpoint(self, model: Any, trial: Any, folder: Path, run_dir: Path) -> None:
-        super()._save_checkpoint(model, trial)
+        try:
+            super()._save_checkpoint(model, trial)
+        except (Exception, CheckpointException) as error:
+            raise failed_write(error, run_dir, folder.name) from error
         self.save_stream_state(folder)
         if self.args.should_save and is_sharded(folder):
             describe_model(self.model, self.processing_class, folder)
@@ -196,10 +208,11 @@ class SafeCheckpoints(StreamedBatches):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Also a sharded optimizer state into one that is not sharded."""
-        if self.is_fsdp_enabled or checkpoint is None or not is_sharded(checkpoint):
-            super()._load_optimizer_and_scheduler(checkpoint)
-        else:
-            load_sharded_optimizer(self.model, self.optimizer, self.lr_scheduler, Path(checkpoint))
+        with loading_optimizer(self.optimizer, checkpoint):
+            if self.is_fsdp_enabled or checkpoint is None or not is_sharded(checkpoint):
+                super()._load_optimizer_and_scheduler(checkpoint)
+            else:
+                load_sharded_optimizer(self.model, self.optimizer, self.lr_scheduler, Path(checkpoint))
 
     def get_train_dataloader(self) -> Any:
         """Trainer's loader, whose workers outlive a signal to end."""

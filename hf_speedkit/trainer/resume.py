@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hf_speedkit.core.errors import CheckpointError, ConfigurationError
 from hf_speedkit.trainer.agreement import gather_agreed
@@ -23,6 +28,9 @@ _WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
     "adapter_model.safetensors", "adapter_model.bin", "pytorch_model_fsdp.bin",
 )  # fmt: skip
+_TORCH_FILE = re.compile(
+    r"(optimizer|scheduler|scaler|rng_state|training_args|pytorch_model|adapter_model)\S*\.(pt|pth|bin)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,10 +126,11 @@ def _own_problems(path: Path, reader: Reader) -> list[str]:
 def visible_damage(path: Path) -> list[str]:
     """What can be seen to be wrong with a checkpoint that has no manifest, without reading a tensor."""
     try:
-        json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+        if not isinstance(json.loads((path / "trainer_state.json").read_text(encoding="utf-8")), dict):
+            raise ValueError("it holds no state")
     except (ValueError, OSError) as error:
         return [f"trainer_state.json cannot be read, so the save did not end: {error}"]
-    problems = []
+    problems = _unpaired_optimizer(path)
     for folder in (path / WEIGHTS_FOLDER, path / OPTIMIZER_FOLDER):
         if folder.is_dir():
             problems += _sharded_damage(folder)
@@ -129,7 +138,33 @@ def visible_damage(path: Path) -> list[str]:
     # A kind of adapter may lie in a folder of its own.
     if not present and not (path / WEIGHTS_FOLDER).is_dir() and not list(path.glob("*/adapter_model.*")):
         problems.append("it holds no weights")
-    return problems + [line for name in present for line in _safetensors_damage(path / name)]
+    for name in present:
+        problems += _index_damage(path / name) if name.endswith(".json") else _safetensors_damage(path / name)
+    # What torch.save writes is a zip archive, whose directory comes last.
+    saved = [file for file in sorted(path.iterdir()) if _TORCH_FILE.fullmatch(file.name)]
+    return problems + [f"{file.name} ends early" for file in saved if not zipfile.is_zipfile(file)]
+
+
+def _unpaired_optimizer(path: Path) -> list[str]:
+    """An optimizer's state or the schedule beside it, and not the other one: transformers would leave out both."""
+    optimizer, schedule = _has_optimizer(path), (path / "scheduler.pt").is_file()
+    if optimizer == schedule or list(path.glob("global_step*")):  # DeepSpeed keeps both in a folder of its own
+        return []
+    return ["scheduler.pt is missing" if optimizer else "the optimizer's state is missing"]
+
+
+def _has_optimizer(path: Path) -> bool:
+    return (path / OPTIMIZER_FOLDER).is_dir() or any((path / f"optimizer.{kind}").is_file() for kind in ("pt", "bin"))
+
+
+def _index_damage(index: Path) -> list[str]:
+    try:
+        parts = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+        return [f"{index.name} cannot be read: {error!r}"]
+    missing = [name for name in parts if not (index.parent / name).is_file()]
+    there = [index.parent / name for name in parts if name not in missing]
+    return [f"{name} is missing" for name in missing] + [line for part in there for line in _safetensors_damage(part)]
 
 
 def _sharded_damage(folder: Path) -> list[str]:
@@ -176,6 +211,63 @@ def check_kind(checkpoint: Path, *, fsdp: bool) -> None:
         mend="resume without fsdp",
         regardless=f"start a new run from its weights: model_name_or_path={checkpoint}",
     )
+
+
+def refuse_weights_alone(checkpoint: Path) -> None:
+    """Refuse a checkpoint without optimizer and schedule: Trainer would begin both anew in the middle of the run.
+
+    Raises:
+        ConfigurationError: with the way to use its weights.
+    """
+    if _has_optimizer(checkpoint) or (checkpoint / "scheduler.pt").is_file() or list(checkpoint.glob("global_step*")):
+        return
+    raise ConfigurationError(
+        f"{checkpoint} holds weights alone (save_only_model): the learning rate would begin anew in the middle of the "
+        "run, and so would the optimizer",
+        evidence=("there is neither an optimizer's state nor scheduler.pt in it",),
+        mend=f"start a new run from its weights: model_name_or_path={checkpoint}",
+    )
+
+
+@contextmanager
+def loading_optimizer(optimizer: Any, checkpoint: str | Path | None) -> Iterator[None]:
+    """Say in words that a saved optimizer state is not that of this run's optimizer or parameters.
+
+    Another optimizer's settings replace this one's without a word, and its first step fails with a KeyError.
+
+    Args:
+        optimizer: this run's, as the Trainer holds it.
+        checkpoint: where its state is read from in the context; None for a new run.
+
+    Raises:
+        ConfigurationError: in place of what the loading raised.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    if checkpoint is None:
+        yield
+        return
+    inner = getattr(optimizer, "optimizer", optimizer)
+    settings = {name for group in inner.param_groups for name in group}
+    try:
+        yield
+        lost = settings - {name for group in inner.param_groups for name in group}
+        if lost:
+            raise KeyError(f"the saved optimizer has no {', '.join(sorted(lost))}")
+    except (KeyError, ValueError, CheckpointException) as error:
+        raise ConfigurationError(
+            f"the optimizer state of {checkpoint} does not fit this run",
+            evidence=(f"{type(inner).__name__}: {_reason(error)}",),
+            mend="resume with the model, adapters and optim of the saved run",
+            regardless=f"start a new run from its weights: model_name_or_path={checkpoint}",
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, without torch's tracebacks of every rank."""
+    failures = getattr(error, "failures", {})
+    cause = next(iter(failures.values()))[0] if failures else error
+    return str(cause.args[0] if cause.args else cause).split("\n", 1)[0]
 
 
 def _told(damaged: dict[str, str]) -> str:

@@ -25,11 +25,15 @@ logger = logging.getLogger(__name__)
 # In TrainerState.stateful_callbacks, like the token totals (see saved_totals).
 ORDER_KEY = "hf_speedkit.order"
 DATA_KEY = "hf_speedkit.documents"
+ROWS_KEY = "hf_speedkit.rows"
+PACKED, PADDED, STREAMED = "packed rows", "padded batches", "rows packed from a stream"
 _SAMPLED_DOCUMENTS = 64
 GO_ON = "ignore_data_skip=True goes on from the saved weights and begins the documents anew"
 
 
-def compare_documents(state: TrainerState, sampler: PackedBatchSampler | None, dataset: Any, *, ignore: bool) -> None:
+def compare_documents(
+    state: TrainerState, sampler: PackedBatchSampler | None, dataset: Any, *, ignore: bool, streamed: bool = False
+) -> None:
     """Refuse a resume that would see other documents or another order, and note this run's for its checkpoints.
 
     Args:
@@ -37,11 +41,24 @@ def compare_documents(state: TrainerState, sampler: PackedBatchSampler | None, d
         sampler: this run's sampler; None where documents are not packed by one.
         dataset: its documents.
         ignore: the user asked to start the data anew (`ignore_data_skip`).
+        streamed: rows are packed from a stream, whose place the checkpoint holds elsewhere.
 
     Raises:
         PackingError: names what differs, how to mend it and how to go on.
     """
+    rows = STREAMED if streamed else PADDED if sampler is None else PACKED
+    saved_rows = state.stateful_callbacks.get(ROWS_KEY, PACKED if ORDER_KEY in state.stateful_callbacks else rows)
+    if state.global_step and not ignore and saved_rows != rows:
+        raise PackingError(
+            f"the saved run trained on {saved_rows}, this one would on {rows}: batches would be skipped that hold "
+            "other documents",
+            mend="resume with packing and data as they were",
+            regardless=GO_ON,
+        )
+    state.stateful_callbacks[ROWS_KEY] = rows
     if sampler is None:
+        for key in (ORDER_KEY, DATA_KEY):
+            state.stateful_callbacks.pop(key, None)
         return
     document_sample = digest(dataset[index] for index in sampled(len(dataset)))
     saved = state.stateful_callbacks.get(ORDER_KEY)

@@ -94,8 +94,13 @@ class StartupProof(FirstStep):
 
     def _compare_documents(self, state: TrainerState) -> None:
         trainer = self._trainer
-        ignore = trainer.args.ignore_data_skip
-        compare_documents(state, trainer.train_sampler, trainer.train_dataset, ignore=ignore)
+        compare_documents(
+            state,
+            trainer.train_sampler,
+            trainer.train_dataset,
+            ignore=trainer.args.ignore_data_skip,
+            streamed=trainer.stream is not None,
+        )
 
     def prove(self) -> None:
         """Kernels, the real batch, isolation; every rank must call it.

@@ -282,6 +282,7 @@ def test_state_goes_through_a_checkpoint(chat_lengths: Lengths) -> None:
         ({"gradient_accumulation_steps": 3}, "packs_per_step: saved 4, now 6"),
         ({"strategy": "next_fit"}, "strategy"),
         ({"shuffle": False}, "shuffle"),
+        ({"cost_window_steps": 2}, "cost_window_steps: saved 1, now 2"),
     ],
 )
 def test_state_of_a_run_with_another_order_is_refused(
@@ -310,6 +311,26 @@ def test_as_many_ranks_of_half_the_accumulation_may_go_on(chat_lengths: Lengths)
     state = ranks(lengths, 2, gradient_accumulation_steps=2)[0].state_dict()
     for sampler in ranks(lengths, 4):
         sampler.load_state_dict(state)
+    before = {name: value for name, value in state.items() if "window" not in name}
+    ranks(lengths, 4)[0].load_state_dict(before)
+
+
+def test_another_number_of_ranks_is_refused_where_it_decides_what_documents_make_a_step(chat_lengths: Lengths) -> None:
+    window = {"cost_window_steps": 2}
+    few, many = (
+        ranks(chat_lengths(100), 2, gradient_accumulation_steps=2, **window),
+        ranks(chat_lengths(100), 4, **window),
+    )
+    steps = [
+        [
+            sorted(document for slot in slots[at : at + each] for pack in slot for document in pack)
+            for at in range(0, 8, each)
+        ]
+        for slots, each in ((few[0].slots(0), 2), (many[0].slots(0), 1))
+    ]
+    assert steps[0][0] != steps[1][0]
+    with pytest.raises(PackingError, match="ranks_of_a_cost_window: saved 2, now 4"):
+        many[0].load_state_dict(few[0].state_dict())
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections import namedtuple
 from pathlib import Path
@@ -14,14 +15,26 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_run import SignalAt, build, losses
+from safetensors.torch import load_file, save_file
 from support import tiny_hybrid, tiny_llama, tokenized
 from test_sft import Recorder
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from hf_speedkit import SpeedSFTTrainer
 from hf_speedkit.core.errors import CheckpointError, ConfigurationError, PackingError
+from hf_speedkit.core.records import to_json
+from hf_speedkit.trainer import run_lock as run_lock_module
 from hf_speedkit.trainer.checkpoint_files import MANIFEST_NAME, read_manifest
-from hf_speedkit.trainer.checkpoint_folder import UNFINISHED_NAME, clean_leftovers, require_space, rotate
+from hf_speedkit.trainer.checkpoint_folder import (
+    UNFINISHED_NAME,
+    clean_leftovers,
+    failed_write,
+    manifest_of,
+    publish,
+    require_space,
+    rotate,
+)
 from hf_speedkit.trainer.resume import Reader, check_kind, settle_resume
 
 Usage = namedtuple("Usage", "total used free")
@@ -95,6 +108,9 @@ def flip(path):
         pytest.param(lambda c: os.truncate(c / "optimizer.pt", 99), "optimizer.pt has 99 bytes", id="cut"),
         pytest.param(lambda c: (c / "scheduler.pt").unlink(), "scheduler.pt is missing", id="missing"),
         pytest.param(lambda c: (c / MANIFEST_NAME).write_text("{"), "manifest cannot be read", id="manifest cut"),
+        pytest.param(
+            lambda c: (c / MANIFEST_NAME).write_text(to_json(manifest_of(4, 1, []))), "names no files", id="no files"
+        ),
     ],
 )
 def test_a_damaged_checkpoint_is_passed_over_with_a_message_and_refused_by_name(copy, caplog, harm, said):
@@ -128,6 +144,19 @@ def test_without_any_good_checkpoint_the_refusal_says_why_of_each(copy, tmp_path
     assert settle_resume(None, copy, Reader()) is None
 
 
+def in_parts(checkpoint, *, lose):
+    """Weights in two files and an index, as a model of more than 50 GB is saved."""
+    whole = load_file(checkpoint / "model.safetensors")
+    parts = {f"model-0000{number}-of-00002.safetensors": list(whole)[number - 1 :: 2] for number in (1, 2)}
+    for name, keys in parts.items():
+        save_file({key: whole[key] for key in keys}, checkpoint / name)
+    places = {key: name for name, keys in parts.items() for key in keys}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    (checkpoint / "model.safetensors").unlink()
+    if lose:
+        (checkpoint / "model-00002-of-00002.safetensors").unlink()
+
+
 @pytest.mark.parametrize(
     ("harm", "step"),
     [
@@ -135,6 +164,13 @@ def test_without_any_good_checkpoint_the_refusal_says_why_of_each(copy, tmp_path
         pytest.param(lambda c: (c / "trainer_state.json").unlink(), 2, id="state not written"),
         pytest.param(lambda c: os.truncate(c / "model.safetensors", 999), 2, id="weights cut"),
         pytest.param(lambda c: (c / "model.safetensors").unlink(), 2, id="no weights"),
+        pytest.param(lambda c: (c / "trainer_state.json").write_text("[]"), 2, id="no state"),
+        pytest.param(lambda c: os.truncate(c / "optimizer.pt", 999), 2, id="optimizer cut"),
+        pytest.param(lambda c: (c / "optimizer.pt").unlink(), 2, id="no optimizer"),
+        pytest.param(lambda c: (c / "scheduler.pt").unlink(), 2, id="no schedule"),
+        pytest.param(lambda c: os.truncate(c / "rng_state.pth", 99), 2, id="random state cut"),
+        pytest.param(lambda c: in_parts(c, lose=False), 4, id="in parts"),
+        pytest.param(lambda c: in_parts(c, lose=True), 2, id="a part missing"),
     ],
 )
 def test_a_checkpoint_that_transformers_wrote_is_taken_if_it_looks_whole(copy, caplog, harm, step):
@@ -162,6 +198,54 @@ def test_a_checkpoint_that_was_being_replaced_gets_its_name_back(copy):
     clean_leftovers(copy)
     assert names(copy) == ["checkpoint-2", "checkpoint-4"]
     assert settle_resume(True, copy, Reader()) == str(copy / "checkpoint-4")
+
+
+@pytest.mark.parametrize(
+    ("harm", "left"), [(None, ["checkpoint-2", "checkpoint-4"]), ("optimizer.pt", ["checkpoint-2"])]
+)
+def test_a_checkpoint_that_only_lacks_its_name_gets_it(copy, harm, left):
+    (copy / UNFINISHED_NAME).mkdir()
+    (copy / "checkpoint-4").rename(copy / UNFINISHED_NAME / "checkpoint-4")
+    if harm is not None:
+        os.truncate(copy / UNFINISHED_NAME / "checkpoint-4" / harm, 9)
+    clean_leftovers(copy)
+    assert names(copy) == left
+
+
+def test_a_link_to_nowhere_does_not_keep_a_checkpoint_from_its_name(copy):
+    (copy / UNFINISHED_NAME).mkdir()
+    folder = (copy / "checkpoint-4").rename(copy / UNFINISHED_NAME / "checkpoint-4")
+    (copy / "checkpoint-4").symlink_to("nowhere")
+    publish(folder, copy, read_manifest(folder))
+    assert settle_resume(True, copy, Reader()) == str(copy / "checkpoint-4")
+
+
+def test_weights_alone_and_the_state_of_another_optimizer_are_refused_with_a_way_on(copy):
+    with pytest.raises(ConfigurationError, match="SGD: the saved optimizer has no dampening, momentum") as refused:
+        small(copy, optim="sgd", max_steps=5).train(resume_from_checkpoint=True)
+    assert "model_name_or_path=" in str(refused.value)
+    for name in ("optimizer.pt", "scheduler.pt", MANIFEST_NAME):
+        (copy / "checkpoint-4" / name).unlink()
+    with pytest.raises(ConfigurationError, match="holds weights alone") as refused:
+        small(copy, max_steps=5).train(resume_from_checkpoint=True)
+    assert "model_name_or_path=" in str(refused.value)
+
+
+def test_a_second_run_waits_for_the_directory_and_then_is_refused(tmp_path, monkeypatch, caplog):
+    """Its start would remove what the first one has in writing."""
+    monkeypatch.setattr(run_lock_module, "_POLL_S", 0.01)
+    monkeypatch.setattr(run_lock_module, "_WAIT_S", 0.02)
+    trainer = small(tmp_path, max_steps=2)
+    hold = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print('held', flush=True); input()"
+    command = [sys.executable, "-S", "-c", hold, str(tmp_path / "_running")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        with pytest.raises(ConfigurationError, match="another run is writing into output_dir"):
+            trainer.train()
+        assert "waiting for another run" in caplog.text
+        other.communicate()
+    trainer.train()
+    assert names(tmp_path) == ["checkpoint-2"], "the lock is gone"
 
 
 @pytest.mark.parametrize(
@@ -221,6 +305,23 @@ def test_a_disk_without_room_is_refused_before_the_first_step(tmp_path, monkeypa
 def test_a_disk_that_tells_no_size_is_not_taken_for_a_full_one(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 0))
     require_space(tmp_path, 1 << 40)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(28, "No space left on device"), "checkpoint-6 could not be written: the disk is full"),
+        (CheckpointException("", {1: (OSError("planted"), None)}), "could not be written\n  OSError: planted"),
+    ],
+    ids=["full", "torch's own"],
+)
+def test_a_save_that_fails_says_so_and_names_the_checkpoint_that_is_left(copy, error, said):
+    found = failed_write(error, copy, "checkpoint-6")
+    assert isinstance(found, CheckpointError)
+    assert said in str(found)
+    assert "last whole checkpoint: checkpoint-4" in str(found)
+    other = ValueError("planted")
+    assert failed_write(other, copy, "checkpoint-6") is other
 
 
 def test_a_disk_that_fills_up_leaves_the_last_good_checkpoint(tmp_path, monkeypatch):
@@ -364,8 +465,6 @@ def test_a_word_that_is_no_signal_is_refused(tmp_path):
 def test_v43_the_final_model_is_stored_as_asked_and_its_decays_stay_as_trained(tmp_path):
     trainer = small(tmp_path, model=tiny_hybrid(), export_dtype="bfloat16", save_strategy="no")
     trainer.save_model(str(tmp_path / "final"))
-    from safetensors.torch import load_file
-
     stored = {name: tensor.dtype for name, tensor in load_file(tmp_path / "final" / "model.safetensors").items()}
     decays = {name for name in stored if name.endswith(("A_log", "dt_bias"))}
     assert decays
