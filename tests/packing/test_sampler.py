@@ -316,21 +316,16 @@ def test_as_many_ranks_of_half_the_accumulation_may_go_on(chat_lengths: Lengths)
 
 
 def test_another_number_of_ranks_is_refused_where_it_decides_what_documents_make_a_step(chat_lengths: Lengths) -> None:
-    window = {"cost_window_steps": 2}
-    few, many = (
-        ranks(chat_lengths(100), 2, gradient_accumulation_steps=2, **window),
-        ranks(chat_lengths(100), 4, **window),
-    )
-    steps = [
-        [
-            sorted(document for slot in slots[at : at + each] for pack in slot for document in pack)
-            for at in range(0, 8, each)
-        ]
-        for slots, each in ((few[0].slots(0), 2), (many[0].slots(0), 1))
+    lengths = chat_lengths(100)
+    few = ranks(lengths, 2, gradient_accumulation_steps=2, cost_window_steps=2)[0]
+    many = ranks(lengths, 4, cost_window_steps=2)[0]
+    first_step = [
+        {document for slot in sampler.slots(0)[:micro_batches] for pack in slot for document in pack}
+        for sampler, micro_batches in ((few, 2), (many, 1))
     ]
-    assert steps[0][0] != steps[1][0]
+    assert first_step[0] != first_step[1]
     with pytest.raises(PackingError, match="ranks_of_a_cost_window: saved 2, now 4"):
-        many[0].load_state_dict(few[0].state_dict())
+        many.load_state_dict(few.state_dict())
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,12 @@ from safetensors.torch import load_file, save_file
 from support import tiny_hybrid, tiny_llama, tokenized
 from test_sft import Recorder
 from torch.distributed.checkpoint.api import CheckpointException
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainerState
 
 from hf_speedkit import SpeedSFTTrainer
 from hf_speedkit.core.errors import CheckpointError, ConfigurationError, PackingError
 from hf_speedkit.core.records import to_json
+from hf_speedkit.packing.sampler import PackedBatchSampler
 from hf_speedkit.trainer import run_lock as run_lock_module
 from hf_speedkit.trainer.checkpoint_files import MANIFEST_NAME, read_manifest
 from hf_speedkit.trainer.checkpoint_folder import (
@@ -36,6 +38,7 @@ from hf_speedkit.trainer.checkpoint_folder import (
     rotate,
 )
 from hf_speedkit.trainer.resume import Reader, check_kind, settle_resume
+from hf_speedkit.trainer.resume_data import compare_documents
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -236,9 +239,10 @@ def test_a_second_run_waits_for_the_directory_and_then_is_refused(tmp_path, monk
     monkeypatch.setattr(run_lock_module, "_POLL_S", 0.01)
     monkeypatch.setattr(run_lock_module, "_WAIT_S", 0.02)
     trainer = small(tmp_path, max_steps=2)
-    hold = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print('held', flush=True); input()"
-    command = [sys.executable, "-S", "-c", hold, str(tmp_path / "_running")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+    hold = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", hold, str(tmp_path / "_running")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
         other.stdout.readline()
         with pytest.raises(ConfigurationError, match="another run is writing into output_dir"):
             trainer.train()
@@ -371,6 +375,23 @@ def test_a_resume_that_would_see_other_documents_is_refused_with_a_way_on(copy, 
     assert mend in str(refused.value)
     assert "ignore_data_skip=True" in str(refused.value)
     small(copy, dataset=dataset, max_steps=5, ignore_data_skip=True, **changes).train(resume_from_checkpoint=True)
+
+
+def test_a_resume_on_rows_of_another_kind_is_refused_unless_the_data_begins_anew():
+    sampler, data = PackedBatchSampler([5, 6], tokens_per_batch=8), tokenized([5, 6])
+    kinds = {"packed": (sampler, False), "padded": (None, False), "streamed": (None, True)}
+    for before in kinds:
+        for now, (its_sampler, streamed) in kinds.items():
+            state = TrainerState(global_step=0)
+            compare_documents(state, kinds[before][0], data, ignore=False, streamed=kinds[before][1])
+            state.global_step = 1
+            compared = partial(compare_documents, state, its_sampler, data, streamed=streamed)
+            if before != now:
+                with pytest.raises(PackingError, match="the saved run trained on") as refused:
+                    compared(ignore=False)
+                assert "ignore_data_skip=True" in str(refused.value)
+            compared(ignore=True)
+            compared(ignore=False)
 
 
 def test_a_resume_with_other_targets_in_documents_of_the_same_lengths_is_refused(copy):

@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 
 from hf_speedkit import SpeedSFTTrainer
 from hf_speedkit.core.errors import ConfigurationError, DatasetError, PackingError
+from hf_speedkit.trainer.resume_data import ROWS_KEY, STREAMED
 
 
 def stream(lengths=LENGTHS, num_shards=1, **options):
@@ -66,6 +67,7 @@ def test_a_resumed_streaming_run_sees_the_same_rows_in_the_same_order(tmp_path, 
     trainer_for(tmp_path / "half", dataset=stream(num_shards=3), callbacks=[first, StopAt()], **settings).train()
     resumed = trainer_for(tmp_path / "half", dataset=stream(num_shards=3), callbacks=[rest], **settings)
     resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.stateful_callbacks[ROWS_KEY] == STREAMED
     assert first.rows + rest.rows == whole.rows
     last = [[e for e in t.state.log_history if "loss" in e][-1] for t in (reference, resumed)]
     assert last[0]["loss"] == pytest.approx(last[1]["loss"], abs=1e-6)
