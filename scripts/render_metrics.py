@@ -40,8 +40,10 @@ activation checkpointing, LoRA's FLOPs are counted high by a part of one layer. 
 ([extending](extending.md)).
 
 **NaN.** A loss or gradient that is not finite is counted and its step named at the next logging step, and never shown
-as 0. `nonfinite="strict"` (the default of SpeedSFTConfig) ends training there, on all ranks, before a checkpoint is
-written; `"warn"` (the default of ThroughputCallback) goes on.
+as 0: the loss of that window is logged as NaN, also where transformers' filter has hidden it. With fp16 a gradient that
+overflows is the loss scaler's way of working: it is counted, and no more. `nonfinite="strict"` (the default of
+SpeedSFTConfig) ends training there, on all ranks, before a checkpoint is written; `"warn"` (the default of
+ThroughputCallback) goes on.
 
 **What differs from TRL.** `entropy` and `mean_token_accuracy` are TRL's own keys; here they are weighted by target
 tokens over the window and all ranks, where TRL 1.16 averages the micro-batches' means. With equal target counts both

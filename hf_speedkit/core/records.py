@@ -203,6 +203,7 @@ class StepRecord:
         recomputed_flops: FLOPs of what activation checkpointing computed once more.
         compiled_kernels: kernels compiled or autotuned during the step.
         nonfinite: whether the loss or a gradient was NaN or infinite.
+        nonfinite_loss: whether the loss was.
         excluded: why the step must not enter a rate ("warm-up", "resume", "traced", ...); None if it may.
     """
 
@@ -223,6 +224,7 @@ class StepRecord:
     recomputed_flops: float | None = None
     compiled_kernels: int | None = None
     nonfinite: bool | None = None
+    nonfinite_loss: bool | None = None
     excluded: str | None = None
 
 

@@ -37,7 +37,8 @@ class StepSum:
         flops: model FLOPs.
         recomputed_flops: FLOPs of what checkpointing computed once more.
         compiled: kernels and graphs compiled; None where that was not looked at.
-        nonfinite: steps with a NaN or infinite gradient; None where that was not looked at.
+        nonfinite: steps with a NaN or infinite loss or gradient; None where that was not looked at.
+        nonfinite_losses: those of them with such a loss.
         first_nonfinite: the first such step; None where there is none.
     """
 
@@ -57,6 +58,7 @@ class StepSum:
     recomputed_flops: float | None = 0.0
     compiled: int | None = 0
     nonfinite: int | None = 0
+    nonfinite_losses: int | None = 0
     first_nonfinite: int | None = None
 
 
@@ -80,7 +82,7 @@ _OVER_RANKS: dict[str, Callable[[Sequence[float]], float]] = {
 _TOKEN_FIELDS = tuple(field.name for field in fields(TokenCounts))
 _GPU_FIELDS = tuple(field.name for field in fields(GpuUsage))
 _COUNTS = ("steps", "excluded", "micro_batches")
-_LAST = ("compiled", "nonfinite", "first_nonfinite")
+_LAST = ("compiled", "nonfinite", "nonfinite_losses", "first_nonfinite")
 _ROW_LENGTH = len(_COUNTS) + len(_TOKEN_FIELDS) + len(_OVER_RANKS) + len(_LAST)
 
 
@@ -94,6 +96,7 @@ def of_step(record: StepRecord) -> StepSum:
         **{name: getattr(record, name) for name in _OVER_RANKS},
         compiled=record.compiled_kernels,
         nonfinite=None if record.nonfinite is None else int(record.nonfinite),
+        nonfinite_losses=None if record.nonfinite_loss is None else int(record.nonfinite_loss),
         first_nonfinite=record.step if record.nonfinite else None,
     )
 
@@ -111,6 +114,7 @@ def total(sums: Iterable[StepSum]) -> StepSum:
         tokens=tokens,
         compiled=_whole(_known(sum, [item.compiled for item in items])),
         nonfinite=_whole(_known(sum, [item.nonfinite for item in items])),
+        nonfinite_losses=_whole(_known(sum, [item.nonfinite_losses for item in items])),
         first_nonfinite=_first(items),
     )
 
@@ -131,6 +135,7 @@ def over_ranks(sums: Sequence[StepSum]) -> StepSum:
         **times,
         compiled=_whole(_known(max, [item.compiled for item in sums])),
         nonfinite=_whole(_known(max, [item.nonfinite for item in sums])),
+        nonfinite_losses=_whole(_known(max, [item.nonfinite_losses for item in sums])),
         first_nonfinite=_first(sums),
     )
 

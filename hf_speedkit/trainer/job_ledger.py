@@ -45,6 +45,7 @@ def step_records(
             recomputed_flops=inputs.recomputed_flops(counted.tokens),
             compiled_kernels=counted.compiled,
             nonfinite=counted.nonfinite,
+            nonfinite_loss=counted.nonfinite_loss,
             excluded=counted.excluded,
         )
         for (number, counted), time in zip(steps, times, strict=True)

@@ -87,7 +87,7 @@ class MicroBatchCounter:
 
         def look_at_loss(module: torch.nn.Module, arguments: tuple[Any, ...], outputs: Any) -> None:
             if counting() and module.training and torch.is_grad_enabled() and isinstance(outputs, Mapping):
-                self.current.look(outputs.get("loss"))
+                self.current.look_at_loss(outputs.get("loss"))
 
         # Left out of torch.compile: it changes Python state, which a compiled graph must not capture.
         disable: Any = torch.compiler.disable
@@ -105,12 +105,12 @@ class MicroBatchCounter:
     def look_at_gradient(self, model: torch.nn.Module) -> None:
         """Queue a look at whether the step's gradient is finite; its norm, where a trainer gave it, says more."""
         if not self._norm_given:
-            self.current.look(self._probe.smallest(model))
+            self.current.look_at_gradient(self._probe.smallest(model))
 
     def look_at_norm(self, norm: object) -> None:
         """Queue a look at whether the norm of the step's gradient is finite."""
         self._norm_given = self._norm_given or isinstance(norm, torch.Tensor)
-        self.current.look(norm)
+        self.current.look_at_gradient(norm)
 
     def end_step(self, number: int, *, excluded: str | None) -> None:
         """The optimizer step with this number is over."""

@@ -25,11 +25,14 @@ class NonFinite:
         steps: how many; at least one.
         of: steps of the window.
         first: the first of them; None where only the window's mean loss tells.
+        losses: those of them whose loss was seen to be so; the others' loss may be as well, where a trainer makes it
+            outside the model.
     """
 
     steps: int
     of: int
     first: int | None
+    losses: int = 0
 
     def sentence(self) -> str:
         """One sentence on what was found."""
@@ -57,11 +60,16 @@ def find_nonfinite(everything: StepSum, logs: Mapping[str, Any], step: int) -> N
         step: the logging step: the gradient norm in `logs` is this step's, the loss the window's mean.
     """
     if everything.nonfinite:
-        return NonFinite(steps=everything.nonfinite, of=everything.steps, first=everything.first_nonfinite)
+        return NonFinite(
+            steps=everything.nonfinite,
+            of=everything.steps,
+            first=everything.first_nonfinite,
+            losses=everything.nonfinite_losses or 0,
+        )
     if not _finite(logs.get("grad_norm")):
         return NonFinite(steps=1, of=everything.steps, first=step)
     if not _finite(logs.get("loss")):
-        return NonFinite(steps=1, of=everything.steps, first=step if everything.steps == 1 else None)
+        return NonFinite(steps=1, of=everything.steps, first=step if everything.steps == 1 else None, losses=1)
     return None
 
 

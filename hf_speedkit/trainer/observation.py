@@ -39,7 +39,8 @@ class Observation:
         micro_batches: forward passes seen.
         tokens: the part of the counts known on the host.
         on_device: the rest, by field of TokenCounts: integer scalars still to be read and added.
-        nonfinite: a scalar on the device, 0 or NaN; None where neither loss nor gradient was looked at.
+        loss_mark: a scalar on the device, 0 where all losses were finite, else NaN; None where none was looked at.
+        gradient_mark: the same of the gradient.
         compiled: kernels and graphs compiled; None where no one counted.
         excluded: why the step must not enter a rate.
     """
@@ -47,23 +48,18 @@ class Observation:
     micro_batches: int = 0
     tokens: TokenCounts = NO_TOKENS
     on_device: dict[str, torch.Tensor] = field(default_factory=dict)
-    nonfinite: torch.Tensor | None = None
+    loss_mark: torch.Tensor | None = None
+    gradient_mark: torch.Tensor | None = None
     compiled: int | None = None
     excluded: str | None = None
 
-    def look(self, number: object) -> None:
-        """Note on the device whether a loss or a norm is finite; anything but a tensor is left alone.
+    def look_at_loss(self, loss: object) -> None:
+        """Note on the device whether a loss is finite; anything but a tensor is left alone. Nothing is read here."""
+        self.loss_mark = _marked(self.loss_mark, loss)
 
-        Cost: two device operations on one number. Nothing is read here.
-        """
-        if not isinstance(number, torch.Tensor):
-            return
-        value: Any = number.detach()
-        # A sharded norm: this rank's share of it, so that no collective is needed.
-        value = value.to_local() if hasattr(value, "to_local") else value
-        # 0 for a finite number, NaN for any other, and it stays NaN in a sum: two kernels, where isfinite takes four.
-        found = value - value if value.numel() == 1 else (value - value).sum()
-        self.nonfinite = found if self.nonfinite is None else self.nonfinite + found.to(self.nonfinite.device)
+    def look_at_gradient(self, number: object) -> None:
+        """The same of a gradient, or of its norm."""
+        self.gradient_mark = _marked(self.gradient_mark, number)
 
     def add(self, counts: TokenCounts, on_device: Mapping[str, torch.Tensor] | None = None) -> None:
         """Count one micro-batch."""
@@ -80,6 +76,7 @@ class CountedStep:
     micro_batches: int
     tokens: TokenCounts
     nonfinite: bool | None
+    nonfinite_loss: bool | None
     compiled: int | None
     excluded: str | None
 
@@ -260,8 +257,20 @@ def _targets(labels: Any, rule: LabelRule) -> torch.Tensor | None:
 
 
 def _scalars(observation: Observation) -> list[torch.Tensor]:
-    values = list(observation.on_device.values())
-    return values if observation.nonfinite is None else [*values, observation.nonfinite.isnan().any()]
+    marks = [mark.isnan().any() for mark in (observation.loss_mark, observation.gradient_mark) if mark is not None]
+    return [*observation.on_device.values(), *marks]
+
+
+def _marked(mark: torch.Tensor | None, number: object) -> torch.Tensor | None:
+    """The mark with one more number looked at. Cost: two device operations on one number."""
+    if not isinstance(number, torch.Tensor):
+        return mark
+    value: Any = number.detach()
+    # A sharded norm: this rank's share of it, so that no collective is needed.
+    value = value.to_local() if hasattr(value, "to_local") else value
+    # 0 for a finite number, NaN for any other, and it stays NaN in a sum: two kernels, where isfinite takes four.
+    found: torch.Tensor = value - value if value.numel() == 1 else (value - value).sum()
+    return found if mark is None else mark + found.to(mark.device)
 
 
 def _finish(observation: Observation, values: Any) -> CountedStep:
@@ -273,10 +282,15 @@ def _finish(observation: Observation, values: Any) -> CountedStep:
         name: None if value is None or found.get(name, 0) < 0 else value + found.get(name, 0)
         for name, value in counts.items()
     }
+    bad_loss, bad_gradient = (
+        None if mark is None else bool(next(values)) for mark in (observation.loss_mark, observation.gradient_mark)
+    )
+    looked = [bad for bad in (bad_loss, bad_gradient) if bad is not None]
     return CountedStep(
         micro_batches=observation.micro_batches,
         tokens=TokenCounts(**counts),
-        nonfinite=None if observation.nonfinite is None else bool(next(values)),
+        nonfinite=any(looked) if looked else None,
+        nonfinite_loss=bad_loss,
         compiled=observation.compiled,
         excluded=observation.excluded,
     )

@@ -111,7 +111,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
     def look_at(self, number: object) -> None:
         """Note whether a loss of the current step is finite; nothing is read before the next logging step."""
         if self._forward_expected:
-            self._counter.current.look(number)
+            self._counter.current.look_at_loss(number)
 
     def look_at_norm(self, norm: object) -> None:
         """Note whether the gradient's norm is finite; from then on no single gradient is looked at."""

@@ -70,13 +70,16 @@ class WindowReport:
         if found is None:
             return None
         metrics["speed/nonfinite_steps"] = found.steps
-        if found.steps == found.of and args.logging_nan_inf_filter:
-            # The Trainer's filter has put the mean of earlier losses there, or 0.
+        routine = args.fp16 and not found.losses  # the loss scaler skips a step whose scaled gradient overflows
+        if args.logging_nan_inf_filter and not routine:
+            # The Trainer's filter counts such a loss as 0, or as less than the mean of those before it in the window;
+            # what the others' mean was can no longer be told.
             logs["loss"] = float("nan")
             if state.log_history and "loss" in state.log_history[-1]:
                 state.log_history[-1]["loss"] = logs["loss"]
         if self._speaks:
-            logger.warning("%s", found.sentence())
+            words = f"{found.sentence()}; fp16's loss scaler skips them" if routine else found.sentence()
+            logger.log(logging.INFO if routine else logging.WARNING, "%s", words)
         return found
 
     def warn_once(self, text: str) -> None:

@@ -72,8 +72,8 @@ def test_v62_what_runs_in_every_step_waits_for_nothing(matrix):
         count_batch((), batch, LabelRule())
         count_batch((), packed, LabelRule(window=16))
         observation = Observation()
-        observation.look(probe.smallest(model))
-        observation.look(torch.ones((), device="cuda"))
+        observation.look_at_gradient(probe.smallest(model))
+        observation.look_at_gradient(torch.ones((), device="cuda"))
         clock.end_step()
 
     one_step()  # CUDA loads a kernel when it is first used, which takes milliseconds and waits

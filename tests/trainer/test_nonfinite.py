@@ -102,13 +102,33 @@ def test_v30_an_infinite_loss_with_finite_gradients_is_counted(tmp_path, caplog)
     assert math.isfinite(rows[2]["grad_norm"])
 
 
-def test_v30_with_fp16_the_scaler_skips_such_steps_and_training_goes_on(tmp_path):
-    trainer = make_trainer(tmp_path, kind=NanAt, max_steps=4)
+@pytest.mark.parametrize("lost", ["gradient", "loss"])
+def test_v30_with_fp16_the_scaler_skips_such_steps_and_training_goes_on(tmp_path, caplog, lost):
+    class OverflowsAtThree(Trainer):
+        """Step 3 has a gradient that is too large for fp16; `loss`: its loss is not a number."""
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            if self.state.global_step != 2:
+                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            if lost == "loss":
+                callback.look_at(loss * math.nan)
+            loss.register_hook(lambda gradient: gradient * math.inf)
+            return loss
+
+    trainer = make_trainer(tmp_path, kind=OverflowsAtThree, max_steps=3)
     callback = ThroughputCallback(nonfinite="strict")
     attach(trainer, callback)
     trainer.args.fp16 = True  # after the Trainer was made: fp16 itself needs a GPU
-    trainer.train()
-    assert trainer.state.global_step == 4
+    with caplog.at_level(logging.INFO):
+        trainer.train()
+    assert trainer.state.global_step == 3
+    last = training_rows(trainer)[-1]
+    assert last["speed/nonfinite_steps"] == 1
+    assert math.isnan(last["loss"]) is (lost == "loss")  # the scaler's overflow is no news, and its loss is a number
+    assert ("WARNING" in [record.levelname for record in caplog.records if "step 3" in record.message]) is (
+        lost == "loss"
+    )
 
 
 def test_the_norm_that_a_trainer_gives_tells_for_all_gradients(tmp_path):
@@ -140,10 +160,10 @@ def test_a_sharded_norm_is_looked_at_without_a_collective():
 
     norm = torch.tensor(1.0)
     observation = Observation()
-    observation.look(SimpleNamespace())  # no tensor: nothing to see
-    assert observation.nonfinite is None
-    observation.look(norm.as_subclass(_Sharded))
-    assert bool(observation.nonfinite)
+    observation.look_at_gradient(SimpleNamespace())  # no tensor: nothing to see
+    assert observation.gradient_mark is None
+    observation.look_at_gradient(norm.as_subclass(_Sharded))
+    assert bool(observation.gradient_mark)
 
 
 class _Sharded(torch.Tensor):

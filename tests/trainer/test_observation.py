@@ -156,8 +156,8 @@ def test_a_window_is_read_in_one_transfer(monkeypatch):
     for _ in range(5):
         observation = Observation()
         observation.add(*count_batch((), pad(documents((4, 2))), LabelRule()))
-        observation.look(torch.tensor(float("nan")))
-        observation.look(torch.tensor(1.0))  # what was found stays found
+        observation.look_at_gradient(torch.tensor(float("nan")))
+        observation.look_at_gradient(torch.tensor(1.0))  # what was found stays found
         observations.append(observation)
     steps = read(observations)
     assert len(reads) == 1
@@ -179,8 +179,8 @@ def test_one_rank_of_a_tensor_parallel_group_counts_the_batch(rank, tensor_paral
 def probed(model, probe=None):
     """Whether the probe's gradient is found not to be finite; None where there is none to look at."""
     observation = Observation()
-    observation.look((probe or GradientProbe()).smallest(model))
-    return None if observation.nonfinite is None else bool(observation.nonfinite)
+    observation.look_at_gradient((probe or GradientProbe()).smallest(model))
+    return None if observation.gradient_mark is None else bool(observation.gradient_mark)
 
 
 def gradient_of(loss_scale):
