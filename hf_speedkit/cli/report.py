@@ -182,7 +182,7 @@ def _read(log: Path, name: str) -> RunReport:
     from hf_speedkit.core.step_log import parse_step_log
 
     try:
-        with log.open(encoding="utf-8", errors="replace") as lines:
+        with log.open(encoding="utf-8-sig", errors="replace") as lines:
             return run_report(parse_step_log(lines, name=log.name), name=name)
     except OSError as error:
         raise StepLogError(f"{log.name} cannot be read: {error.strerror or error}.") from error

@@ -17,6 +17,7 @@ from hf_speedkit.core.run_report import PARTS, Level, Mark, PartsLevel, RunRepor
 
 NARROW_PX = 350
 _Y_TICKS = 4
+_RIGHT_MARGIN_PX = 14
 _MOST_HINTS = 160
 _MOST_BARS = 240
 _PART_CLASSES = ("p0", "p1", "p2", "p3")
@@ -105,7 +106,7 @@ def _legend(chart: Chart) -> str:
 
 
 def _svg(chart: Chart, run: RunReport, width: int, duration_s: float, *, hints: bool) -> str:
-    left, right = 58, width - (46 if chart.right_top is not None else 14)
+    left, right = 58, width - (46 if chart.right_top is not None else _RIGHT_MARGIN_PX)
     top, bottom = 20, chart.height - 34
     x = Scale(0.0, duration_s, left, right)
     y = Scale(chart.bottom, chart.top, bottom, top)
@@ -164,7 +165,10 @@ def _axes(chart: Chart, x: Scale, y: Scale, percent: Scale) -> list[str]:
         at = pixel(x(seconds))
         words = "0" if seconds == 0 else duration(seconds)
         drawn.append(f'<path class="grid" d="M{at} {pixel(bottom)}v4"/>')
-        drawn.append(f'<text class="tick mid" x="{at}" y="{pixel(bottom + 17)}">{words}</text>')
+        # About 7 px a character: a label in the middle of the last tick must not run out of the picture.
+        fits = x(seconds) + 3.5 * len(words) < x.end + _RIGHT_MARGIN_PX
+        place = f'class="tick mid" x="{at}"' if fits else f'class="tick end" x="{pixel(x.end + _RIGHT_MARGIN_PX - 2)}"'
+        drawn.append(f'<text {place} y="{pixel(bottom + 17)}">{words}</text>')
     drawn.append(f'<path class="frame" d="M{pixel(x.start)} {pixel(bottom)}H{pixel(x.end)}"/>')
     middle = pixel((x.start + x.end) / 2)
     drawn.append(f'<text class="unit mid" x="{middle}" y="{pixel(bottom + 31)}">elapsed time of the run</text>')

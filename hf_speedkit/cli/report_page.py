@@ -205,6 +205,7 @@ def _missing(runs: Sequence[RunReport]) -> str:
     return f'<p class="soft">Not measured: {text("; ".join(absent))}.</p>' if absent else ""
 
 
+# None: not measured. An empty text: measured, and there was none.
 _FACTS: tuple[tuple[str, Callable[[RunReport], str | None]], ...] = (
     ("real tokens per second", lambda run: _rate(run, "speed/real_tokens_per_second", "")),
     ("slots per second", lambda run: _rate(run, "speed/slots_per_second", "")),
@@ -226,7 +227,7 @@ _FACTS: tuple[tuple[str, Callable[[RunReport], str | None]], ...] = (
     ("steps", lambda run: f"{run.steps:,}"),
     ("of them in the rates", lambda run: f"{run.steady_steps:,}" if run.steady_steps else None),
     ("left out", lambda run: _left_out(run)),
-    ("steps with NaN gradients", lambda run: f"{run.nonfinite_steps:,}" if run.nonfinite_steps else None),
+    ("steps with NaN", lambda run: _nonfinite(run)),
     ("ranks", lambda run: None if run.world_size is None else f"{run.world_size:,}"),
     ("training time", lambda run: duration(run.training_time_s)),
     ("pauses", lambda run: _pauses(run)),
@@ -238,7 +239,7 @@ _FACTS: tuple[tuple[str, Callable[[RunReport], str | None]], ...] = (
 
 
 def _header(run: RunReport) -> str:
-    facts = [(name, value) for name, value in ((name, fact(run)) for name, fact in _FACTS) if value is not None]
+    facts = [(name, value) for name, value in ((name, fact(run)) for name, fact in _FACTS) if value]
     cells = "".join(f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in facts)
     said = [f"{one.message} {'; '.join(one.evidence)}" for one in (run.limits.last, run.limits.flop_gap) if one]
     notes = "".join(f'<p class="soft">{text(note)}</p>' for note in (*said, *run.notes))
@@ -251,7 +252,11 @@ def _comparison(runs: Sequence[RunReport]) -> str:
     return table(
         "Steady rates and totals",
         ("", *(run.name for run in runs)),
-        ((name, *(value or "not measured" for value in values)) for name, values in rows if any(values)),
+        (
+            (name, *("not measured" if value is None else value or "none" for value in values))
+            for name, values in rows
+            if any(values)
+        ),
     )
 
 
@@ -297,12 +302,16 @@ def _loss(run: RunReport) -> str | None:
 
 
 def _left_out(run: RunReport) -> str | None:
-    return ", ".join(f"{count:,} {reason}" for reason, count in run.excluded_steps.items()) or None
+    return ", ".join(f"{count:,} {reason}" for reason, count in run.excluded_steps.items())
 
 
 def _pauses(run: RunReport) -> str | None:
     pauses = (("evaluation", run.eval_time_s), ("saving", run.save_time_s), ("logging", run.log_time_s))
-    return ", ".join(f"{what} {duration(seconds)}" for what, seconds in pauses if seconds) or None
+    return ", ".join(f"{what} {duration(seconds)}" for what, seconds in pauses if seconds)
+
+
+def _nonfinite(run: RunReport) -> str | None:
+    return None if run.nonfinite_steps is None else f"{run.nonfinite_steps:,}" if run.nonfinite_steps else ""
 
 
 def _tokens(run: RunReport, count: int | None) -> str | None:

@@ -184,13 +184,15 @@ class _Reader:
             notes.append("the last line is cut off and left out: the run was stopped while it wrote, or still writes")
         if bad:
             lines = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
-            notes.append(f"{len(bad):,} lines could not be read and are left out: {lines}")
+            notes.append(f"{_some(len(bad), 'line')} left out, which could not be read: {lines}")
         if self._repeated:
-            notes.append(f"{self._repeated:,} steps were run again by a later session; the later ones are shown")
+            notes.append(
+                f"{_some(self._repeated, 'step')} left out, run again by a later session; the later run is shown"
+            )
         if steps:
             expected = steps[-1].step - self._sessions[0].step
             if expected > len(steps):
-                notes.append(f"{expected - len(steps):,} steps are missing; the time they took is not known")
+                notes.append(f"{_some(expected - len(steps), 'step')} missing; the time is not known")
         if steps and not self._windows:
             notes.append("no logging step was reached: rates of all ranks are not known")
         return tuple(notes)
@@ -234,6 +236,10 @@ def read_environment(values: object) -> Environment | None:
         cpu_count=_count(values.get("cpu_count")) or 0,
         commit=None if values.get("commit") is None else str(values["commit"])[:80],
     )
+
+
+def _some(count: int, what: str) -> str:
+    return f"1 {what} is" if count == 1 else f"{count:,} {what}s are"
 
 
 def _number(value: object) -> float | None:

@@ -101,15 +101,15 @@ def flop_gap(metrics: Mapping[str, float]) -> Finding | None:
         return None
     if abs(ofu - ours) <= OFU_GAP:
         return None
+    active, clock = metrics.get("speed/gpu_tensor_active"), metrics.get("speed/gpu_sm_clock_mhz")
     name = "HFU" if "speed/hfu" in metrics else "MFU"
     return Finding(
         rule="flop_gap",
         severity=Severity.WARNING,
         message=f"{name} by formula is {ours:.1f} %, by the tensor pipes' counter {ofu:.1f} %: one of them is wrong.",
-        evidence=(
-            f"tensor pipes active {metrics.get('speed/gpu_tensor_active', 0.0):.1f} % of the time at "
-            f"{metrics.get('speed/gpu_sm_clock_mhz', 0.0):,.0f} MHz",
-        ),
+        evidence=(f"tensor pipes active {active:.1f} % of the time at {clock:,.0f} MHz",)
+        if active is not None and clock is not None
+        else (),
         advice="counter far below: FLOPs are counted that are not computed (pass flops=, or the peak is another "
         "dtype's); far above: work is done that the formula does not know (recompute, padding, another process)",
     )

@@ -136,7 +136,7 @@ def test_excluded_steps_pauses_and_resumption_are_marked(tmp_path, out):
     page = page_of(out, logs.write(tmp_path / "resumed", [*first, *logs.run(20, start=10)]))
     titles = {node.text for node in drawings(page)[0].iter("title")}
     assert {"warm-up, 0.5 s: in no rate", "evaluation, 9 s", "resumed after step 10"} <= titles
-    assert "10 steps were run again by a later session" in page
+    assert "10 steps are left out, run again by a later session" in page
 
 
 def test_the_header_holds_environment_totals_and_steady_rates(tmp_path, out):
@@ -148,8 +148,13 @@ def test_the_header_holds_environment_totals_and_steady_rates(tmp_path, out):
 
 
 def test_several_runs_stand_side_by_side_on_the_same_scales(tmp_path, out):
+    bad = {"nonfinite": True, "save_time_s": 0.4}
     slow, fast = (
-        logs.write(tmp_path / name, logs.run(40, rate=rate)) for name, rate in (("slow", 900), ("fast", 3600))
+        logs.write(
+            tmp_path / name,
+            [{**line, **bad} if name == "slow" and line.get("step") == 6 else line for line in logs.run(40, rate=rate)],
+        )
+        for name, rate in (("slow", 900), ("fast", 3600))
     )
     page = page_of(out, slow, fast / "speedkit_steps.jsonl")
     Page(page)
@@ -160,6 +165,14 @@ def test_several_runs_stand_side_by_side_on_the_same_scales(tmp_path, out):
     assert ticks[0] == ticks[1]
     assert [svg.get("aria-label").split(":")[0] for svg in (left, right)] == ["slow", "fast"]
     assert "<td>real tokens per second</td><td>900</td><td>3,600</td>" in page
+    assert "<td>steps with NaN</td><td>1</td><td>none</td>" in page  # looked for, and there was none
+    assert "<td>pauses</td><td>saving 0.4 s</td><td>none</td>" in page
+    # The last label, "1 min 20 s", ends inside the picture.
+    for svg in (*drawings(page), *drawings(page, "narrow")):
+        width = float(svg.get("viewBox").split()[2])
+        for node in svg.iter("text"):
+            share = {"mid": 0.5, "end": 0.0}.get(node.get("class").split()[-1])
+            assert share is None or float(node.get("x")) + 7 * share * len(node.text) <= width, node.text
 
 
 @pytest.mark.parametrize(
@@ -256,9 +269,10 @@ def test_json_holds_the_same_numbers_and_writes_no_page(tmp_path, monkeypatch):
         (["started"], 1, "holds no steps"),
         (["newer"], 1, "this version reads format 1"),
         (["good", "--trace", "text.json"], 1, "not a Chrome trace"),
-        (["."], 2, ". is no run; runs in it: cut, empty, good, newer, started"),
+        (["."], 2, ". is no run; runs in it: cut, empty, good, marked, newer, started"),
         (["good"], 0, "page.html: 1 run, 0 traces"),
         (["cut"], 0, "the last line is cut off"),
+        (["marked"], 0, "page.html: 1 run, 0 traces"),
     ],
 )
 def test_exit_codes_and_instructions(tmp_path, monkeypatch, arguments, code, words):
@@ -270,6 +284,8 @@ def test_exit_codes_and_instructions(tmp_path, monkeypatch, arguments, code, wor
     logs.write(tmp_path / "started", [logs.session()])
     logs.write(tmp_path / "newer", [logs.session(format=99), logs.step(1)])
     logs.write(tmp_path / "cut", logs.run(5), tail='{"kind": "st')
+    marked = logs.write(tmp_path / "marked", logs.run(5)) / "speedkit_steps.jsonl"
+    marked.write_text("\ufeff" + marked.read_text(), encoding="utf-8")  # as some editors save it
     if arguments and "--out" not in arguments:
         arguments = [*arguments, "--out", "page.html"]
     result = run(*arguments)

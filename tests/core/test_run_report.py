@@ -60,7 +60,7 @@ def test_damaged_lines_are_counted_and_the_rest_is_read():
     lines.insert(6, "[" * 100_000 + "\n")
     log = parse_step_log(lines)
     assert len(log.steps) == 10
-    assert log.notes == ("3 lines could not be read and are left out: 4, 6, 7",)
+    assert log.notes == ("3 lines are left out, which could not be read: 4, 6, 7",)
 
 
 ANYTHING = st.recursive(
@@ -97,7 +97,7 @@ def test_the_later_session_of_a_resumed_run_holds():
     assert shown.resumed == ((pytest.approx(5.0), 10),)  # ten steps of 0.5 s
     assert shown.duration_s == pytest.approx(5 + 20 * 1.0)
     assert [level.value for level in shown.curves["real_tokens"]] == [3600] * 2 + [1800] * 4
-    assert shown.notes == ("10 steps were run again by a later session; the later ones are shown",)
+    assert shown.notes == ("10 steps are left out, run again by a later session; the later run is shown",)
     assert shown.excluded_steps == {"warm-up": 2}
 
 
@@ -108,7 +108,7 @@ def test_a_run_begun_afresh_in_the_same_file_replaces_the_old_one():
 
 def test_lost_steps_are_told():
     lines = [line for line in logs.run(20) if not 6 <= line["step"] <= 10 or line["kind"] == "session"]
-    assert report(lines).notes == ("5 steps are missing; the time they took is not known",)
+    assert report(lines).notes == ("5 steps are missing; the time is not known",)
 
 
 def test_a_window_without_a_rate_is_a_gap_of_its_own_time():
