@@ -121,6 +121,7 @@ def diagnose_model(
     from hf_speedkit.kernels.fla_convolution import through_fla
     from hf_speedkit.kernels.inspection import check_kernels
     from hf_speedkit.kernels.requirements import family_of
+    from hf_speedkit.kernels.verdicts import check_of, unknown_layout
     from hf_speedkit.trainer.installed_versions import untested_versions
 
     checks = check_kernels(config, tokens_per_batch=slots, stack=stack)
@@ -147,6 +148,8 @@ def diagnose_model(
     elif not any(check.function == "attention" for check in checks):
         attention = _packed_attention(config, stack, slots)
         checks = checks if attention is None else (*checks, attention)
+    if not checks:
+        checks = (check_of("layers", "no layer", 0, 0, unknown_layout(f"{config.model_type}: nothing")),)
     checks = through_fla(checks)
     missing_cuda = _lacks_cuda(stack)
     commands, remarks = _advice(checks, stack, missing_cuda)
@@ -171,7 +174,7 @@ def _packed_attention(config: Any, stack: Stack, slots: int) -> KernelCheck | No
 
     from hf_speedkit.core.records import KernelCheck, KernelVerdict
     from hf_speedkit.kernels.attention import unsupported_reason
-    from hf_speedkit.kernels.inspection import attention_layers
+    from hf_speedkit.kernels.config_checks import attention_layers
     from hf_speedkit.kernels.model_checks import judge_attention
     from hf_speedkit.kernels.modeling_files import abilities_of
 

@@ -12,6 +12,8 @@ from types import MappingProxyType
 from hf_speedkit.core.errors import PackingError
 
 _NO_BOUNDARIES_IN_SCAN = "its state scan takes no document boundaries: the state of one document runs into the next"
+_DROPS_CU_SEQLENS = "it drops cu_seqlens on the way to its linear attention"
+_CAUSE_UNKNOWN = "measured to leak; the cause is not known"
 _MASK_WITHOUT_POSITIONS = (
     "it builds its attention mask without position_ids, so every document after the first sees the ones before it"
 )
@@ -22,24 +24,44 @@ _MASK_WITHOUT_POSITIONS = (
 LEAKS: Mapping[str, str] = MappingProxyType(
     {
         "afmoe": _MASK_WITHOUT_POSITIONS,
-        "bailing_hybrid": "it drops cu_seqlens on the way to its linear attention",
+        "bailing_hybrid": _DROPS_CU_SEQLENS,
+        "bart": _MASK_WITHOUT_POSITIONS,
+        "bigbird_pegasus": _MASK_WITHOUT_POSITIONS,
         "biogpt": _MASK_WITHOUT_POSITIONS,
+        "blenderbot": _MASK_WITHOUT_POSITIONS,
+        "blenderbot-small": _MASK_WITHOUT_POSITIONS,
+        "bloom": _MASK_WITHOUT_POSITIONS,
+        "cpmant": _CAUSE_UNKNOWN,
+        "deepseek_v4": _CAUSE_UNKNOWN,
         "falcon": _MASK_WITHOUT_POSITIONS,
         "falcon_mamba": _NO_BOUNDARIES_IN_SCAN,
+        "glm5_next": _DROPS_CU_SEQLENS,
         "gpt_oss": _MASK_WITHOUT_POSITIONS,
         "granitemoehybrid": _MASK_WITHOUT_POSITIONS,
-        "inkling": "measured to leak; the cause is not known",
-        "inkling2": "measured to leak; the cause is not known",
+        "inkling": _CAUSE_UNKNOWN,
+        "inkling2": _CAUSE_UNKNOWN,
         "jamba": _NO_BOUNDARIES_IN_SCAN,
-        "kimi_linear": "it drops cu_seqlens on the way to its linear attention",
+        "kimi_linear": _DROPS_CU_SEQLENS,
         "lfm3": "its convolution swallows seq_idx",
         "mamba": _NO_BOUNDARIES_IN_SCAN,
         "mamba2": _NO_BOUNDARIES_IN_SCAN,
+        "marian": _MASK_WITHOUT_POSITIONS,
+        "mbart": _MASK_WITHOUT_POSITIONS,
         "minimax": "its lightning attention takes no document boundaries",
+        "mpt": _MASK_WITHOUT_POSITIONS,
+        "mvp": _MASK_WITHOUT_POSITIONS,
         "openai-gpt": _MASK_WITHOUT_POSITIONS,
         "opt": _MASK_WITHOUT_POSITIONS,
+        "pegasus": _MASK_WITHOUT_POSITIONS,
+        "plbart": _MASK_WITHOUT_POSITIONS,
         "recurrent_gemma": _NO_BOUNDARIES_IN_SCAN,
+        "roformer": _CAUSE_UNKNOWN,
+        "rwkv": _NO_BOUNDARIES_IN_SCAN,
+        "trocr": _MASK_WITHOUT_POSITIONS,
         "xglm": _MASK_WITHOUT_POSITIONS,
+        "xlnet": _CAUSE_UNKNOWN,
+        "xlstm": _NO_BOUNDARIES_IN_SCAN,
+        "zamba": _NO_BOUNDARIES_IN_SCAN,
     }
 )
 """model_type, without the "_text" of a text config -> why packed rows of it leak."""

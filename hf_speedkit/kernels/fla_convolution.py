@@ -17,7 +17,7 @@ from hf_speedkit.kernels.bindings import Binding, BoundReference
 from hf_speedkit.kernels.compatibility import Stack
 from hf_speedkit.kernels.imports import ImportOutcome, ImportStatus, is_installed
 from hf_speedkit.kernels.layout import BoundTo, live_layers
-from hf_speedkit.kernels.requirements import FUNCTIONS
+from hf_speedkit.kernels.requirements import FUNCTIONS, stands_alone
 from hf_speedkit.kernels.verdicts import Judgement, why_not_bound
 
 if TYPE_CHECKING:
@@ -171,12 +171,12 @@ def judge_stand_in(without: Judgement, fla: ImportOutcome, stack: Stack) -> Judg
 def through_fla(checks: Sequence[KernelCheck]) -> tuple[KernelCheck, ...]:
     """Mend a missing causal-conv1d by fla, as far as SpeedSFTTrainer is concerned, which puts fla's in its place.
 
-    Where fla is there already, or causal-conv1d is there and broken, the checks stay as they are. A plain Trainer needs
-    causal-conv1d itself.
+    Where fla is there already, or causal-conv1d is there and broken, the checks stay as they are; also in families
+    whose other functions call causal-conv1d by themselves. A plain Trainer needs causal-conv1d itself.
     """
     fla_fix = f'pip install "{FUNCTIONS["chunk_gated_delta_rule"].distribution}"'
     rule = next((c.fix for c in checks if c.function == "chunk_gated_delta_rule" and c.fix is not None), fla_fix)
-    if is_installed("fla"):
+    if is_installed("fla") or not stands_alone(check.function for check in checks):
         return tuple(checks)
     return tuple(
         replace(check, reason=f"{check.reason}; fla's convolution takes its place once fla is installed", fix=rule)

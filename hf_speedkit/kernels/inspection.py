@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_speedkit.core.errors import ConfigurationError
-from hf_speedkit.core.families import why_it_leaks
-from hf_speedkit.core.records import KernelCheck, KernelRequirement, KernelVerdict
+from hf_speedkit.core.records import KernelCheck, KernelVerdict
 from hf_speedkit.kernels.compatibility import Stack
+from hf_speedkit.kernels.config_checks import (
+    Imports,
+    config_checks,
+    count_of_layers,
+    known_leak,
+    layers_of_family,
+    with_what_it_calls,
+)
 from hf_speedkit.kernels.demands import Requirement, demanded
-from hf_speedkit.kernels.fla_convolution import CONVOLUTION, judge_stand_in
 from hf_speedkit.kernels.fused_layers import fused_layer_checks
-from hf_speedkit.kernels.hub import is_hub_name, judge_hub_kernel
-from hf_speedkit.kernels.imports import ImportOutcome, import_outcomes, installed_version
+from hf_speedkit.kernels.imports import installed_version
 from hf_speedkit.kernels.known import with_known_combinations, without_what_ends_the_process
 from hf_speedkit.kernels.layout import BoundTo, LiveFunction, LiveLayer, live_layers
 from hf_speedkit.kernels.liger import liger_check
@@ -23,13 +28,17 @@ from hf_speedkit.kernels.model_checks import (
     asked_attention_checks,
     attention_checks,
     experts_checks,
-    judge_attention,
     model_config,
 )
 from hf_speedkit.kernels.refusal import refusal, warnings_in
-from hf_speedkit.kernels.requirements import FAMILIES, FUNCTIONS, family_of, training_requirements
+from hf_speedkit.kernels.requirements import (
+    FAMILIES,
+    FUNCTIONS,
+    family_of,
+    training_requirements,
+)
 from hf_speedkit.kernels.stack import read_stack
-from hf_speedkit.kernels.verdicts import Judgement, judge, judge_import, unknown_layout
+from hf_speedkit.kernels.verdicts import Judgement, check_of, judge, unknown_layout
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +46,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Mode = Literal["strict", "warn", "off"]
-
-_LAYER_NAMES_SHOWN = 3
 
 
 def check_kernels(
@@ -96,7 +103,7 @@ def check_kernels(
             mend="load the model first, or leave probe=False",
         )
     stack = stack or read_stack()
-    checks = with_known_combinations(_check_config(model_or_config, tokens_per_batch, stack), stack)
+    checks = with_known_combinations(config_checks(model_or_config, tokens_per_batch, stack), stack)
     return without_what_ends_the_process(checks)
 
 
@@ -152,21 +159,6 @@ def assert_kernels(
     return tuple(checks)
 
 
-class _Imports:
-    """Outcomes of importing packages again, each package once and only when somebody asks."""
-
-    def __init__(self) -> None:
-        self._outcomes: dict[str, Mapping[str, ImportOutcome]] = {}
-
-    def of(self, requirement: KernelRequirement) -> ImportOutcome:
-        """Outcome for one function; the first question about a package imports all its functions."""
-        package = requirement.package
-        if package not in self._outcomes:
-            names = [row.function for row in FUNCTIONS.values() if row.package == package]
-            self._outcomes[package] = import_outcomes(package, names)
-        return self._outcomes[package][requirement.function]
-
-
 def _live_checks(
     model: Any,
     *,
@@ -201,9 +193,9 @@ def _check_model(model: Any, tokens_per_batch: int | None) -> tuple[KernelCheck,
     ]
     if not checks:
         judgement = unknown_layout(type(model).__name__)
-        checks.append(_check("layers", type(model).__name__, 1, 1, judgement))
+        checks.append(check_of("layers", type(model).__name__, 1, 1, judgement))
     if tokens_per_batch is not None and config is not None:
-        checks += _known_leak(config.get_text_config())
+        checks += known_leak(config.get_text_config())
     return tuple(checks)
 
 
@@ -220,19 +212,21 @@ def _function_checks(layers: Sequence[LiveLayer]) -> Iterator[KernelCheck]:
             if requirement is None or requirement.training:
                 key = (layer.kind, function.function, id(function.called))
                 groups.setdefault(key, (function, []))[1].append(layer.name)
-    imports = _Imports()
+    imports = Imports()
     for (kind, name, _), (found, names) in groups.items():
-        judgement = _judge_replaced(found) if isinstance(found, str) else _judge(found, imports)
-        yield _check(name, kind, len(names), totals[kind], judgement, names)
+        judgement = _judge_replaced(found) if isinstance(found, str) else _judge(found, imports, kind)
+        yield check_of(name, kind, len(names), totals[kind], judgement, names)
 
 
-def _judge(function: LiveFunction, imports: _Imports) -> Judgement:
+def _judge(function: LiveFunction, imports: Imports, layer: str) -> Judgement:
     requirement = FUNCTIONS.get(function.function)
     if requirement is None:
         return unknown_layout(function.global_name)
     if function.binding in (BoundTo.TORCH, BoundTo.REFERENCE):
         return judge(function, requirement, None, imports.of(requirement))
-    return judge(function, requirement, installed_version(function.package or requirement.package), None)
+    version = installed_version(function.package or requirement.package)
+    judgement = judge(function, requirement, version, None, layer)
+    return judgement if function.binding is BoundTo.HUB else with_what_it_calls(judgement, requirement, imports)
 
 
 def _judge_replaced(place: str) -> Judgement:
@@ -247,94 +241,17 @@ def _missing_functions(layers: Sequence[LiveLayer], family: str | None, config: 
     """Functions that the tables demand and no live layer was seen to call."""
     if family is None or family not in FAMILIES:
         return
-    kind, expected = FAMILIES[family].layer, _layers_of_family(config.get_text_config(), family)
+    kind, expected = FAMILIES[family].layer, layers_of_family(config.get_text_config(), family)
     if not expected or any(layer.kind == kind and layer.replaced_by is not None for layer in layers):
         return
     seen = {function.function for layer in layers if layer.kind == kind for function in layer.functions}
     for requirement in training_requirements(family):
         if requirement.function not in seen:
-            yield _check(requirement.function, kind, expected, expected, unknown_layout(requirement.function))
-
-
-def _check_config(config: Any, tokens_per_batch: int | None, stack: Stack) -> Iterator[KernelCheck]:
-    text_config = config.get_text_config()
-    family = family_of(text_config)
-    imports = _Imports()
-    if family is not None:
-        layers = _layers_of_family(text_config, family)
-        for requirement in training_requirements(family) if layers else ():
-            judgement = judge_import(requirement, imports.of(requirement))
-            if requirement.function == CONVOLUTION and judgement.verdict is KernelVerdict.FALLBACK:
-                judgement = judge_stand_in(judgement, imports.of(FUNCTIONS["chunk_gated_delta_rule"]), stack)
-            yield _check(requirement.function, FAMILIES[family].layer, layers, layers, judgement)
-    implementation = getattr(text_config, "_attn_implementation", None)
-    layers = attention_layers(text_config)
-    if implementation is not None and layers:
-        judgement = (
-            judge_hub_kernel(implementation, stack)
-            if is_hub_name(implementation)
-            else judge_attention(implementation, text_config, tokens_per_batch, live=False)
-        )
-        yield _check("attention", "attention layers", layers, layers, judgement)
-    if tokens_per_batch is not None:
-        yield from _known_leak(text_config)
-
-
-def _known_leak(text_config: Any) -> Iterator[KernelCheck]:
-    """Packed rows leak in some families although every kernel is there: a check of its own says so."""
-    reason = why_it_leaks(str(text_config.model_type)) if family_of(text_config) is not None else None
-    if reason is None:
-        return
-    judgement = Judgement(
-        verdict=KernelVerdict.NO_BOUNDARIES,
-        evidence="measured on transformers 5.23; no kernel package changes it",
-        reason=f"packed documents of {text_config.model_type} are not kept apart: {reason}",
-        fix="packing=False  (padded rows) for this family",
-    )
-    layers = _count_of_layers(text_config) or 1
-    yield _check("packed_rows", "decoder layers", layers, layers, judgement)
-
-
-def _layers_of_family(text_config: Any, family: str) -> int:
-    kinds = FAMILIES[family].layer_types if family in FAMILIES else ()
-    layer_types = getattr(text_config, "layer_types", None) or ()
-    return sum(kind in kinds for kind in layer_types)
-
-
-def attention_layers(text_config: Any) -> int:
-    """Decoder layers with attention over all positions, as far as a config says."""
-    layer_types = getattr(text_config, "layer_types", None)
-    if not layer_types:
-        return int(getattr(text_config, "num_hidden_layers", 0))
-    return sum(kind != "linear_attention" and ("attention" in kind or "hybrid" in kind) for kind in layer_types)
+            yield check_of(requirement.function, kind, expected, expected, unknown_layout(requirement.function))
 
 
 def _decoder_layers(model_or_config: Any) -> int | None:
     config = model_or_config if hasattr(model_or_config, "get_text_config") else None
     if config is None and hasattr(model_or_config, "modules"):
         config = model_config(model_or_config)
-    return _count_of_layers(config.get_text_config()) if config is not None else None
-
-
-def _count_of_layers(text_config: Any) -> int | None:
-    count = getattr(text_config, "num_hidden_layers", None)
-    return count if isinstance(count, int) else None
-
-
-def _check(
-    function: str, layer: str, layers: int, total: int, judgement: Judgement, names: Sequence[str] = ()
-) -> KernelCheck:
-    evidence = judgement.evidence
-    if layers < total and names:
-        shown = ", ".join(names[:_LAYER_NAMES_SHOWN]) + (" ..." if len(names) > _LAYER_NAMES_SHOWN else "")
-        evidence = f"{evidence} (on {shown})"
-    return KernelCheck(
-        function=function,
-        verdict=judgement.verdict,
-        layer=layer,
-        layers=layers,
-        layers_total=total,
-        evidence=evidence,
-        reason=judgement.reason,
-        fix=judgement.fix,
-    )
+    return count_of_layers(config.get_text_config()) if config is not None else None

@@ -11,7 +11,7 @@ from hf_speedkit.kernels.compatibility import Stack
 from hf_speedkit.kernels.hub import is_hub_name, judge_hub_kernel
 from hf_speedkit.kernels.imports import installed_version, is_installed
 from hf_speedkit.kernels.layout import effective_forward, names_used
-from hf_speedkit.kernels.verdicts import Judgement
+from hf_speedkit.kernels.verdicts import Judgement, check_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,7 +51,7 @@ def attention_checks(model: nn.Module, tokens_per_batch: int | None) -> Iterator
         totals[layer] += count
     for (layer, implementation), count in sorted(found.items()):
         judgement = judge_attention(implementation, text_config, tokens_per_batch, live=True, sdpa=_takes_sdpa(model))
-        yield _check("attention", layer, count, totals[layer], judgement)
+        yield check_of("attention", layer, count, totals[layer], judgement)
 
 
 def asked_attention_checks(model: nn.Module, asked: str | None, stack: Stack) -> Iterator[KernelCheck]:
@@ -70,7 +70,7 @@ def asked_attention_checks(model: nn.Module, asked: str | None, stack: Stack) ->
     if _is_ours(loaded) or loaded.partition("@")[0] == asked.partition("@")[0]:
         return
     layers = sum(_dispatches_attention(module) for module in model.modules())
-    yield _check("attention", "attention layers", layers, layers, judge_hub_kernel(asked, stack, loaded=loaded))
+    yield check_of("attention", "attention layers", layers, layers, judge_hub_kernel(asked, stack, loaded=loaded))
 
 
 def experts_checks(model: nn.Module) -> Iterator[KernelCheck]:
@@ -84,7 +84,7 @@ def experts_checks(model: nn.Module) -> Iterator[KernelCheck]:
     for (layer, _), count in found.items():
         totals[layer] += count
     for (layer, implementation), count in sorted(found.items()):
-        yield _check("experts", layer, count, totals[layer], _judge_experts(implementation))
+        yield check_of("experts", layer, count, totals[layer], _judge_experts(implementation))
 
 
 def _dispatches_attention(module: nn.Module) -> bool:
@@ -206,16 +206,3 @@ def _readable(size_bytes: int) -> str:
             return f"{size:,.0f} {unit}"
         size /= 1024
     return f"{size:,.1f} GiB"
-
-
-def _check(function: str, layer: str, layers: int, total: int, judgement: Judgement) -> KernelCheck:
-    return KernelCheck(
-        function=function,
-        verdict=judgement.verdict,
-        layer=layer,
-        layers=layers,
-        layers_total=total,
-        evidence=judgement.evidence,
-        reason=judgement.reason,
-        fix=judgement.fix,
-    )

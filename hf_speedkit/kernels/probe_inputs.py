@@ -137,6 +137,7 @@ def convolution_example(
     seed: int,
     slots: int | None = None,
     weight_dtype: torch.dtype | None = None,
+    bias: bool = False,
 ) -> Example:
     """Inputs for `causal_conv1d_fn` as the layers call it: x is [1, C, T], a transposed view of the projection.
 
@@ -145,28 +146,29 @@ def convolution_example(
         channels, width, activation: of the layer.
         device, dtype, seed: as usual.
         slots: length of the row; the sum of `lengths` if None or less.
-        weight_dtype: of the weight, which autocast leaves in float32; `dtype` if None.
+        weight_dtype: of weight and bias, which autocast leaves in float32; `dtype` if None.
+        bias: the layer has one.
     """
     draw, borders = Draw(seed, device, dtype), _borders(lengths, slots)
 
     def layer_call(function: Callable[..., Any], inputs: dict[str, Tensor], keys: dict[str, Any]) -> Tensor:
         x, weight = inputs["row"].transpose(1, 2), inputs["weight"]
-        output: Tensor = function(x, weight, None, activation=activation, **keys)
+        output: Tensor = function(x, weight, inputs.get("bias"), activation=activation, **keys)
         return output.transpose(1, 2)
 
     few = min(channels, MAX_CHANNELS)
+    weights = {"weight": draw.normal(channels, width, dtype=weight_dtype)}
+    if bias:
+        weights["bias"] = draw.normal(channels, dtype=weight_dtype)
     return Example(
-        inputs={
-            "row": draw.normal(1, borders[-1], channels),
-            "weight": draw.normal(channels, width, dtype=weight_dtype),
-        },
-        shared=("weight",),
+        inputs={"row": draw.normal(1, borders[-1], channels), **weights},
+        shared=tuple(weights),
         borders=borders,
         examined=len(lengths),
         incoming=draw.incoming(sum(lengths), borders[-1], channels),
         layer_call=layer_call,
         parts={"x": channels},
-        compared={"x": few, "weight": few, "the output": few},
+        compared={"x": few, "the output": few, **dict.fromkeys(weights, few)},
         smaller=layer_call,
         oracle=reference.causal_conv1d_fn,
     )

@@ -54,6 +54,7 @@ def function_target(
                 lengths,
                 channels=channels,
                 width=width,
+                bias=convolution.bias is not None,
                 activation=activation,
                 device=device,
                 dtype=kind,

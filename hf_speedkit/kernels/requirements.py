@@ -7,7 +7,7 @@ reads the installed modeling files and fails when a name, a package or a layer c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -46,6 +46,40 @@ _REQUIREMENTS = (
 
 FUNCTIONS: Mapping[str, KernelRequirement] = MappingProxyType({row.function: row for row in _REQUIREMENTS})
 """Every function behind the fallback decorator, by the name its package gives it."""
+
+CALLS_ITSELF: Mapping[str, str] = MappingProxyType(
+    {"mamba_inner_fn": "causal_conv1d", "mamba_split_conv1d_scan_combined": "causal_conv1d"}
+)
+"""Function -> package whose compiled functions it calls by itself and raises without (mamba_ssm imports them in a
+`try`: ops/selective_scan_interface.py, ops/triton/ssd_combined.py). Nothing can stand in for that package there."""
+
+CALLED_WITH: Mapping[str, tuple[int, tuple[str, ...]]] = MappingProxyType(
+    {
+        "causal_conv1d_fn": (3, ("activation",)),
+        "chunk_gated_delta_rule": (3, ("g", "beta", "use_qk_l2norm_in_kernel")),
+        "chunk_kda": (3, ("g", "beta", "use_qk_l2norm_in_kernel")),
+        "mamba_split_conv1d_scan_combined": (
+            5,
+            (
+                *("D", "chunk_size", "activation", "rmsnorm_weight", "rmsnorm_eps", "outproj_weight", "outproj_bias"),
+                *("headdim", "ngroups", "norm_before_gate", "dt_limit"),
+            ),
+        ),
+        "mamba_chunk_scan_combined": (5, ("chunk_size", "D", "dt_bias", "dt_softplus", "dt_limit")),
+        "mamba_inner_fn": (11, ("delta_bias", "delta_softplus")),
+        "selective_scan_fn": (5, ("D", "z", "delta_bias", "delta_softplus")),
+    }
+)
+"""How layers call a function for training: positional arguments, and keywords that change what it computes.
+transformers drops a keyword that the implementation's signature does not name, without a word."""
+
+CALLED_WITH_BY: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        # mamba_ssm before 2.2.3 has none of them: it would leave out three norms.
+        "FalconMambaMixer": {"mamba_inner_fn": ("b_rms_weight", "c_rms_weight", "dt_rms_weight", "b_c_dt_rms_eps")}
+    }
+)
+"""Layer class -> function -> keywords beside those of `CALLED_WITH`."""
 
 INTERNAL_PATHS: Mapping[str, str] = MappingProxyType(
     {
@@ -144,6 +178,11 @@ def family_of(config: object) -> str | None:
         if parts[:2] == ["transformers", "models"] and len(parts) > 2:
             return parts[2]
     return None
+
+
+def stands_alone(functions: Iterable[str]) -> bool:
+    """Whether another convolution can take causal-conv1d's place beside these functions: see `CALLS_ITSELF`."""
+    return not any(CALLS_ITSELF.get(function) == "causal_conv1d" for function in functions)
 
 
 def training_requirements(family: str) -> tuple[KernelRequirement, ...]:

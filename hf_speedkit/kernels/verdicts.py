@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
-from hf_speedkit.core.records import KernelRequirement, KernelVerdict
+from hf_speedkit.core.records import KernelCheck, KernelRequirement, KernelVerdict
 from hf_speedkit.kernels.imports import ImportOutcome, ImportStatus
 from hf_speedkit.kernels.layout import BoundTo, LiveFunction
+from hf_speedkit.kernels.requirements import CALLED_WITH, CALLED_WITH_BY
 
 REFERENCE_EVIDENCE = "hf_speedkit reference"
 FALLBACK_EVIDENCE = "transformers' torch fallback"
+
+_LAYER_NAMES_SHOWN = 3
 
 # Packages whose source builds need the torch that is installed, not a fresh one in an isolated environment.
 _BUILT_FROM_SOURCE = ("causal_conv1d", "mamba_ssm")
@@ -29,12 +32,6 @@ _REQUIREMENTS = {
     "causal_conv1d": "causal-conv1d>=1.7",
 }
 
-# How the layers call them: transformers drops a keyword that the implementation's signature does not name, silently.
-_CALLS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "causal_conv1d_fn": (3, ("activation",)),
-    "chunk_gated_delta_rule": (3, ("g", "beta", "use_qk_l2norm_in_kernel")),
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
@@ -47,7 +44,11 @@ class Judgement:
 
 
 def judge(
-    function: LiveFunction, requirement: KernelRequirement, version: str | None, outcome: ImportOutcome | None
+    function: LiveFunction,
+    requirement: KernelRequirement,
+    version: str | None,
+    outcome: ImportOutcome | None,
+    layer: str = "",
 ) -> Judgement:
     """What a bound function means for training.
 
@@ -56,9 +57,10 @@ def judge(
         requirement: its row in the tables.
         version: of the package's distribution; None where not known.
         outcome: of repeating the import; needed for a fallback or a reference only.
+        layer: class that calls it.
     """
     if function.binding is BoundTo.PACKAGE and function.implementation is not None:
-        return _judge_signature(function.implementation, requirement, _described(function, version))
+        return _judge_signature(function.implementation, requirement, _described(function, version), layer)
     if function.binding is BoundTo.HUB and function.implementation is not None:
         return Judgement(verdict=KernelVerdict.FUSED, evidence=f"hub kernel {function.implementation.__module__}")
     if outcome is None or function.binding in (BoundTo.UNKNOWN, BoundTo.PACKAGE, BoundTo.HUB):
@@ -72,11 +74,15 @@ def judge(
     )
 
 
-def judge_import(requirement: KernelRequirement, outcome: ImportOutcome) -> Judgement:
-    """What importing a function, without a model, says about a model that would be loaded now."""
+def judge_import(requirement: KernelRequirement, outcome: ImportOutcome, layer: str = "") -> Judgement:
+    """What importing a function, without a model, says about a model of such layers that would be loaded now."""
     if outcome.status is ImportStatus.WORKS:
         evidence = f"{requirement.package} {outcome.version or '(version unknown)'} imports"
-        missing = [name for name in requirement.boundary_arguments if name not in (outcome.parameters or ())]
+        parameters = outcome.parameters or ()
+        problem = _dropped(parameters, requirement, layer)
+        if problem is not None:
+            return Judgement(verdict=KernelVerdict.BROKEN, evidence=evidence, reason=problem, fix=_upgrade(requirement))
+        missing = [name for name in requirement.boundary_arguments if name not in parameters]
         if missing:
             return _without_boundaries(requirement, missing, evidence)
         return Judgement(verdict=KernelVerdict.FUSED, evidence=evidence)
@@ -85,6 +91,26 @@ def judge_import(requirement: KernelRequirement, outcome: ImportOutcome) -> Judg
         evidence=FALLBACK_EVIDENCE,
         reason=why_not_bound(requirement.package, outcome),
         fix=command_that_mends(requirement, outcome),
+    )
+
+
+def check_of(
+    function: str, layer: str, layers: int, total: int, judgement: Judgement, names: Sequence[str] = ()
+) -> KernelCheck:
+    """A judgement as a check of `layers` of `total` layers; where it is some of them, their names are shown."""
+    evidence = judgement.evidence
+    if layers < total and names:
+        shown = ", ".join(names[:_LAYER_NAMES_SHOWN]) + (" ..." if len(names) > _LAYER_NAMES_SHOWN else "")
+        evidence = f"{evidence} (on {shown})"
+    return KernelCheck(
+        function=function,
+        verdict=judgement.verdict,
+        layer=layer,
+        layers=layers,
+        layers_total=total,
+        evidence=evidence,
+        reason=judgement.reason,
+        fix=judgement.fix,
     )
 
 
@@ -124,7 +150,7 @@ def command_that_mends(requirement: KernelRequirement, outcome: ImportOutcome) -
     if outcome.shadow is not None:
         return f"rename {outcome.shadow}: its name is taken by a package"
     if outcome.status is ImportStatus.LACKS:
-        return f"pip install --upgrade {flags}{wanted}"
+        return _upgrade(requirement)
     missing = re.search(r"No module named '([\w.]+)'", outcome.detail or "")
     module = missing.group(1).partition(".")[0] if missing else ""
     if module in _REQUIREMENTS:
@@ -141,30 +167,58 @@ def _is_compiled(module: str) -> bool:
     return module.startswith("_") or module.endswith(("_cuda", "_C", "_ext"))
 
 
-def _judge_signature(implementation: Callable[..., object], requirement: KernelRequirement, evidence: str) -> Judgement:
+def judge_what_it_calls(judgement: Judgement, requirement: KernelRequirement, outcome: ImportOutcome) -> Judgement:
+    """Block a function that would be fused but calls another package by itself that is not there (`CALLS_ITSELF`).
+
+    Args:
+        judgement: of the function itself.
+        requirement: of the function that it calls.
+        outcome: of importing that one.
+    """
+    if judgement.verdict is not KernelVerdict.FUSED or outcome.status is ImportStatus.WORKS:
+        return judgement
+    return Judgement(
+        verdict=KernelVerdict.BLOCKED,
+        evidence=judgement.evidence,
+        reason=f"it calls `{requirement.package}` by itself and raises without it: "
+        f"{why_not_bound(requirement.package, outcome)}",
+        fix=command_that_mends(requirement, outcome),
+    )
+
+
+def _judge_signature(
+    implementation: Callable[..., object], requirement: KernelRequirement, evidence: str, layer: str
+) -> Judgement:
     try:
         signature = inspect.signature(implementation)
     except (TypeError, ValueError) as error:
         return Judgement(
             verdict=KernelVerdict.UNVERIFIED, evidence=evidence, reason=f"its signature cannot be read: {error}"
         )
-    upgrade = f'pip install --upgrade "{requirement.distribution}"'
-    problem = _call_problem(signature, requirement)
+    problem = _call_problem(signature, requirement, layer)
     if problem is not None:
-        return Judgement(verdict=KernelVerdict.BROKEN, evidence=evidence, reason=problem, fix=upgrade)
+        return Judgement(verdict=KernelVerdict.BROKEN, evidence=evidence, reason=problem, fix=_upgrade(requirement))
     missing = [name for name in requirement.boundary_arguments if name not in signature.parameters]
     if missing:
         return _without_boundaries(requirement, missing, evidence)
     return Judgement(verdict=KernelVerdict.FUSED, evidence=evidence)
 
 
-def _call_problem(signature: inspect.Signature, requirement: KernelRequirement) -> str | None:
-    if requirement.function not in _CALLS:
+def _dropped(parameters: Container[str], requirement: KernelRequirement, layer: str) -> str | None:
+    """What is lost on the way to an implementation that does not name a keyword the layer needs."""
+    _, needed = CALLED_WITH.get(requirement.function, (0, ()))
+    more = CALLED_WITH_BY.get(layer, {}).get(requirement.function, ())
+    dropped = [name for name in (*needed, *more) if name not in parameters]
+    if not dropped:
         return None
-    positional, needed = _CALLS[requirement.function]
-    dropped = [name for name in needed if name not in signature.parameters]
-    if dropped:
-        return f"it has no parameter {', '.join(dropped)}, which the layer needs and transformers drops silently"
+    return f"it has no parameter {', '.join(dropped)}, which the layer needs and transformers drops silently"
+
+
+def _call_problem(signature: inspect.Signature, requirement: KernelRequirement, layer: str) -> str | None:
+    problem = _dropped(signature.parameters, requirement, layer)
+    if problem is not None or requirement.function not in CALLED_WITH:
+        return problem
+    positional, needed = CALLED_WITH[requirement.function]
     keywords = [*needed, *(name for name in requirement.boundary_arguments if name in signature.parameters)]
     try:
         signature.bind(*range(positional), **dict.fromkeys(keywords))
@@ -178,8 +232,13 @@ def _without_boundaries(requirement: KernelRequirement, missing: list[str], evid
         verdict=KernelVerdict.NO_BOUNDARIES,
         evidence=evidence,
         reason=f"it has no parameter {', '.join(missing)}; transformers drops the boundaries silently",
-        fix=f'pip install --upgrade "{requirement.distribution}"',
+        fix=_upgrade(requirement),
     )
+
+
+def _upgrade(requirement: KernelRequirement) -> str:
+    flags = "--no-build-isolation " if requirement.package in _BUILT_FROM_SOURCE else ""
+    return f'pip install --upgrade {flags}"{requirement.distribution}"'
 
 
 def _described(function: LiveFunction, version: str | None) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hf_speedkit.core.families import refuse_leaking_family
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
 from hf_speedkit.kernels.imports import is_installed
+from hf_speedkit.kernels.requirements import stands_alone
 from hf_speedkit.trainer.agreement import agree
 from hf_speedkit.trainer.memory_check import require_memory_of
 
@@ -100,7 +101,9 @@ def _require(model: str | PreTrainedModel, args: SpeedSFTConfig, options: dict[s
     from hf_speedkit.kernels.inspection import check_kernels
 
     slots = args.row_slots if args.packing else None
-    checks = [check for check in check_kernels(subject, tokens_per_batch=slots) if not _may_be_replaced(check, args)]
+    found = check_kernels(subject, tokens_per_batch=slots)
+    replaceable = stands_alone(check.function for check in found)
+    checks = [check for check in found if not _may_be_replaced(check, args, convolution=replaceable)]
     _refuse(checks, config)
     if isinstance(model, str) and slots is not None and args.device.type == "cuda" and checks:
         _refuse(_run(config, args, slots, dtype), config)
@@ -143,12 +146,18 @@ def _config(model: str, options: dict[str, Any]) -> Any:
         return None
 
 
-def _may_be_replaced(check: KernelCheck, args: SpeedSFTConfig) -> bool:
-    """What SpeedSFTTrainer will put something faster in the place of, where the prepared model allows it."""
+def _may_be_replaced(check: KernelCheck, args: SpeedSFTConfig, *, convolution: bool) -> bool:
+    """What SpeedSFTTrainer will put something faster in the place of, where the prepared model allows it.
+
+    Args:
+        check: what was found.
+        args: the job's settings.
+        convolution: another convolution can stand in for causal-conv1d in this family.
+    """
     if check.function == "attention":
         masked = check.evidence.startswith(("eager", "torch scaled_dot_product_attention"))
         return masked and args.packing and args.packed_attention == "auto"
     if check.function != "causal_conv1d_fn" or check.verdict is not KernelVerdict.FALLBACK:
         return False
     fuses = args.fused_layers and "convolution" not in (args.fused_layers_exclude or ())
-    return fuses and args.device.type == "cuda" and is_installed("fla")
+    return convolution and fuses and args.device.type == "cuda" and is_installed("fla")

@@ -228,7 +228,9 @@ def test_everything_there_is_good_and_a_blocked_combination_is_not(folder, tmp_p
     from fake_kernels import write_fakes
     from transformers import AutoConfig
 
-    write_fakes(tmp_path, fla="def chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=None): ...")
+    write_fakes(
+        tmp_path, fla="def chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel, cu_seqlens=None): ..."
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     config = AutoConfig.from_pretrained(folder)
     assert diagnose_model("m", config, stack=stack(), slots=8192).good

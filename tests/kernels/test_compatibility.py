@@ -191,7 +191,7 @@ def test_attention_is_judged_by_the_name_its_evidence_begins_with():
 def test_v48_a_config_is_refused_before_any_model_is_built(tmp_path, monkeypatch):
     write_fakes(
         tmp_path,
-        fla="def chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=None): ...",
+        fla="def chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel, cu_seqlens=None): ...",
         convolution="def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None): ...",
     )
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -212,7 +212,9 @@ def test_a_package_that_fla_loads_and_that_ends_the_process_blocks_fla_and_not_t
 
 
 def test_v52_a_config_without_causal_conv1d_is_fused_through_fla_where_there_is_a_gpu(tmp_path, monkeypatch):
-    write_fakes(tmp_path, fla="def chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=None): ...")
+    write_fakes(
+        tmp_path, fla="def chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel, cu_seqlens=None): ..."
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     config = AutoConfig.for_model("qwen3_5")
 

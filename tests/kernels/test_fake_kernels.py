@@ -348,7 +348,7 @@ def test_v11_a_family_that_loses_boundaries_is_refused_for_packed_rows_whatever_
     write_fakes(
         tmp_path,
         fla=RIGHT_RULE,
-        kda="def chunk_kda(q, k, v, g, beta, cu_seqlens=None): ...",
+        kda="def chunk_kda(q, k, v, g, beta, use_qk_l2norm_in_kernel, cu_seqlens=None): ...",
         convolution=RIGHT_CONVOLUTION,
     )
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -34,6 +34,24 @@ def test_the_references_pass_their_own_probe_in_every_dtype(dtype):
     assert probe_function(reference.causal_conv1d_fn, convolution(dtype)).verdict is KernelVerdict.FUSED
 
 
+def test_v53_a_convolution_that_forgets_the_bias_is_found_where_the_layer_has_one():
+    """Mamba's convolutions have a bias, Qwen's have none."""
+
+    def forgets(x, weight, bias, **keys):
+        return reference.causal_conv1d_fn(x, weight, bias.detach(), keys["activation"], keys["seq_idx"])
+
+    layer = tiny_model("mamba").backbone.layers[0].mixer
+    found = {}
+    for name, called in (("right", reference.causal_conv1d_fn), ("forgets", forgets)):
+        target = function_target("causal_conv1d_fn", called, layer, None, None)
+        found[name] = probe_function(target.called, target.make_example)
+    assert found["right"].verdict is KernelVerdict.FUSED
+    assert (found["forgets"].verdict, found["forgets"].detail) == (
+        KernelVerdict.FORWARD_ONLY,
+        "no gradient reaches bias",
+    )
+
+
 def test_the_token_by_token_rule_passes_the_probe_of_the_chunked_one():
     outcome = probe_function(reference.recurrent_gated_delta_rule, delta_rule(torch.float32))
     assert outcome.verdict is KernelVerdict.FUSED

@@ -8,6 +8,8 @@ import transformers
 from kernel_models import tiny_model
 
 from hf_speedkit.kernels.requirements import (
+    CALLED_WITH,
+    CALLED_WITH_BY,
     FAMILIES,
     FUNCTIONS,
     INTERNAL_PATHS,
@@ -57,6 +59,27 @@ def test_every_layer_class_calls_exactly_the_functions_in_the_table(modeling_fil
         assert list(calls) == [FAMILIES[family].layer], family
         called = {decorated[name][0] for name in calls[FAMILIES[family].layer]}
         assert called == set(FAMILIES[family].functions), family
+
+
+def test_contract_every_keyword_that_changes_what_a_layer_computes_is_in_the_table(modeling_files):
+    """transformers drops what a kernel's signature does not name; so the table must say what it may not drop."""
+    # Without a cache these are None or False; the boundaries have a column of their own; the last two pick a fallback.
+    harmless = {
+        *("initial_state", "initial_states", "output_final_state", "return_final_states", "return_last_state"),
+        *("weight", "bias", "seq_idx", "cu_seqlens", "use_mambapy", "use_associative_scan"),
+    }
+    for family, tree in modeling_files.items():
+        names, layer = decorated_functions(tree), FAMILIES[family].layer
+        (body,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == layer)
+        for call in (node for node in ast.walk(body) if isinstance(node, ast.Call)):
+            function = names.get(getattr(call.func, "id", None), ("", ""))[0]
+            if function not in FUNCTIONS or not FUNCTIONS[function].training:
+                continue
+            positional, needed = CALLED_WITH[function]
+            given = {k.arg: k.value for k in call.keywords if k.arg is not None and k.arg not in harmless}
+            none = {name for name, value in given.items() if getattr(value, "value", "") is None}
+            assert set(given) - none <= {*needed, *CALLED_WITH_BY.get(layer, {}).get(function, ())}, (family, function)
+            assert len(call.args) in (positional, 1), (family, function)  # 1: weight and bias by name
 
 
 def test_every_function_comes_from_the_package_in_the_table(modeling_files):

@@ -9,6 +9,7 @@ from hf_speedkit.core.families import LEAKS, refuse_leaking_family
 from hf_speedkit.core.records import KernelVerdict
 from hf_speedkit.kernels.bindings import bind_references
 from hf_speedkit.kernels.inspection import check_kernels
+from hf_speedkit.kernels.requirements import FAMILIES, FUNCTIONS
 from hf_speedkit.packing.collator import PackedCollator
 from hf_speedkit.packing.isolation import probe_isolation
 
@@ -60,6 +61,7 @@ SHORT = {"max_position_embeddings": 64}
 LEAKING = {
     "afmoe": ("AfmoeConfig", "AfmoeForCausalLM", {**EXPERTS, **WINDOW, "num_dense_layers": 1}),
     "biogpt": ("BioGptConfig", "BioGptForCausalLM", SHORT),
+    "bloom": ("BloomConfig", "BloomForCausalLM", {}),
     "falcon": ("FalconConfig", "FalconForCausalLM", {}),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", {**LOCAL_EXPERTS, **WINDOW}),
     "granitemoehybrid": (
@@ -71,12 +73,15 @@ LEAKING = {
     "minimax": (
         "MiniMaxConfig", "MiniMaxForCausalLM", {"num_local_experts": 2, "num_experts_per_tok": 1, "block_size": 8},
     ),
+    "mpt": ("MptConfig", "MptForCausalLM", {"d_model": 32, "n_layers": 2, "n_heads": 2}),
     "openai-gpt": ("OpenAIGPTConfig", "OpenAIGPTLMHeadModel", {"n_positions": 64, "n_head": 2, "n_layer": 2}),
     "opt": ("OPTConfig", "OPTForCausalLM", {**SHORT, "ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "rwkv": ("RwkvConfig", "RwkvForCausalLM", {"attention_hidden_size": 32, "context_length": 64}),
     "xglm": (
         "XGLMConfig", "XGLMForCausalLM",
         {**SHORT, "d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 2},
     ),
+    "xlstm": ("xLSTMConfig", "xLSTMForCausalLM", {"num_heads": 2}),
 }  # fmt: skip
 
 WITHOUT_BOUNDARIES = {
@@ -86,6 +91,11 @@ WITHOUT_BOUNDARIES = {
     ),
     "mamba": ("MambaConfig", "MambaForCausalLM", {"state_size": 4}),
     "mamba2": ("Mamba2Config", "Mamba2ForCausalLM", {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}),
+    "zamba": (
+        "ZambaConfig", "ZambaForCausalLM",
+        {"num_hidden_layers": 4, "layer_types": ["linear_attention", "hybrid"] * 2, "attention_head_dim": 32,
+         "mamba_d_state": 4},
+    ),
     "bamba": (
         "BambaConfig", "BambaForCausalLM",
         {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "attn_layer_indices": [1]},
@@ -157,6 +167,16 @@ def test_the_kernels_room_says_the_same_for_packed_rows_and_nothing_for_others(f
     assert leak.verdict is KernelVerdict.NO_BOUNDARIES
     assert LEAKS[family] in leak.reason
     assert all(check.function != "packed_rows" for check in check_kernels(config))
+
+
+def test_every_family_whose_recurrence_takes_no_boundaries_is_in_the_table():
+    """A new one that nobody measured must not pass for one that keeps documents apart."""
+    blind = {
+        family
+        for family, needs in FAMILIES.items()
+        if any(FUNCTIONS[name].training and not FUNCTIONS[name].boundary_arguments for name in needs.functions)
+    }
+    assert {"mamba", "jamba", "zamba"} <= blind <= set(LEAKS)
 
 
 def test_a_text_config_is_known_by_the_name_of_its_family():
