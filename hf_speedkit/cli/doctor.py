@@ -117,11 +117,12 @@ def diagnose_model(
         probe: also build the layers at their sizes, with random weights, and run them on `device`.
         device: where a probe runs.
     """
+    from hf_speedkit.core.records import KernelVerdict
     from hf_speedkit.kernels.caches import cache_folders
     from hf_speedkit.kernels.fla_convolution import through_fla
     from hf_speedkit.kernels.inspection import check_kernels
     from hf_speedkit.kernels.requirements import family_of
-    from hf_speedkit.kernels.verdicts import check_of, unknown_layout
+    from hf_speedkit.kernels.verdicts import Judgement, check_of, unknown_layout
     from hf_speedkit.trainer.installed_versions import untested_versions
 
     checks = check_kernels(config, tokens_per_batch=slots, stack=stack)
@@ -136,9 +137,14 @@ def diagnose_model(
 
         before = [(folder, folder.files()) for folder in cache_folders()]
         began = time.perf_counter()
-        checks, changed = probe_config(
-            config, device=torch.device(device), dtype=torch.bfloat16, tokens_per_batch=slots, stack=stack
-        )
+        try:
+            checks, changed = probe_config(
+                config, device=torch.device(device), dtype=torch.bfloat16, tokens_per_batch=slots, stack=stack
+            )
+        except Exception as error:  # noqa: BLE001 (whatever the model's own code raises: the probe has shown nothing)
+            why = f"the probe could not be run: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            unproven = Judgement(verdict=KernelVerdict.UNVERIFIED, evidence="nothing was run", reason=why)
+            checks = (*checks, check_of("probe", "layers of its sizes", 0, 0, unproven))
         probe_s = time.perf_counter() - began
         caches = tuple(
             Cache(compiler=f.compiler, variable=f.variable, path=str(f.path), new_files=f.files() - count)

@@ -57,7 +57,7 @@ def config_checks(config: Any, tokens_per_batch: int | None, stack: Stack) -> It
     text_config = config.get_text_config()
     family = family_of(text_config)
     imports = Imports()
-    if family in FAMILIES and not getattr(text_config, "layer_types", None):
+    if family is not None and family in FAMILIES and not getattr(text_config, "layer_types", None):
         yield check_of("layers", FAMILIES[family].layer, 0, 0, _without_layer_types(text_config))
     elif family is not None:
         layers = layers_of_family(text_config, family)

@@ -21,11 +21,11 @@ def model_skeleton(config: Any, *, device: torch.device, dtype: torch.dtype) -> 
     The vocabulary is cut to 256 entries. For Qwen3.5-27B these are 4 of 64 layers.
 
     Args:
-        config: of any causal language model that transformers can build; of a multimodal one the text part is taken.
+        config: of any language model that transformers can build; of a multimodal one the text part is taken.
         device, dtype: of the weights.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM
 
     text = copy.deepcopy(config.get_text_config())
     layers = _layers_needed(text)
@@ -35,19 +35,23 @@ def model_skeleton(config: Any, *, device: torch.device, dtype: torch.dtype) -> 
     text.num_hidden_layers = layers
     text.vocab_size = _VOCABULARY
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        setattr(text, name, None)
+        setattr(text, name, 0)  # in the small vocabulary; some configs take no None
+    # The text part of some vision-language models is no causal language model by itself: its layers are what counts.
+    builder = AutoModelForCausalLM if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
     with torch.device(device):
-        model: nn.Module = AutoModelForCausalLM.from_config(text, dtype=dtype)
+        model: nn.Module = builder.from_config(text, dtype=dtype)
     return model.to(device).train()
 
 
 def _layers_needed(text_config: Any) -> int:
     """How many layers from the first hold every kind of layer."""
     total = int(text_config.num_hidden_layers)
-    kinds = getattr(text_config, "layer_types", None)
-    if not kinds:
-        return min(total, 1)
-    return max(list(kinds).index(kind) for kind in set(kinds)) + 1
+    # Some write down the first layer with experts, others what each MLP is.
+    needed = 1 + int(getattr(text_config, "first_k_dense_replace", None) or 0)
+    for name in ("layer_types", "mlp_layer_types"):
+        kinds = list(getattr(text_config, name, None) or [])
+        needed = max([needed, *(kinds.index(kind) + 1 for kind in set(kinds))])
+    return min(total, needed)
 
 
 def probe_config(
