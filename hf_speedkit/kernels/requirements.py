@@ -145,8 +145,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             functions=_CONVOLUTION,
             layer_types=_EVERY_LAYER,
         ),
+        "inkling2_loop": Family(
+            layer="Inkling2LoopShortConvolution",
+            functions=_CONVOLUTION,
+            layer_types=_EVERY_LAYER,
+        ),
         "jamba": Family(layer="JambaMambaMixer", functions=_MAMBA_1),
         "kimi_linear": Family(layer="KimiLinearDeltaAttention", functions=_KIMI_DELTA),
+        "lara_mini": Family(layer="LaraMiniGatedDeltaNet", functions=_DELTA_NET),
         "lfm2": Family(layer="Lfm2ShortConv", functions=_CONVOLUTION, layer_types=("conv",)),
         "lfm2_moe": Family(layer="Lfm2MoeShortConv", functions=_CONVOLUTION, layer_types=("conv",)),
         "mamba": Family(layer="MambaMixer", functions=_MAMBA_1_FUSED),
@@ -165,7 +171,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
     }
 )
-"""The 22 families of transformers 5.23.0, by the name of their folder under `transformers/models`."""
+"""The 22 families of transformers 5.23.0 and two that 5.24 added (inkling2_loop, lara_mini), by the name of their
+folder under `transformers/models`."""
 
 
 def family_of(config: object) -> str | None:

@@ -19,6 +19,8 @@ from hf_speedkit.kernels.requirements import (
 
 DECORATOR = "use_kernel_func_from_hub_with_fallback"
 MODELS = Path(transformers.__file__).parent / "models"
+# Asks for the convolution since 5.24, not in 5.23; packed rows of it are refused with either (core/families.py).
+LATER = {"lfm3"}
 
 
 def decorated_functions(tree):
@@ -45,11 +47,12 @@ def calls_of_each_class(tree, names):
 @pytest.fixture(scope="module")
 def modeling_files():
     texts = {path.parent.name: path.read_text() for path in sorted(MODELS.glob("*/modeling_*.py"))}
-    return {family: ast.parse(text) for family, text in texts.items() if f"@{DECORATOR}(" in text}
+    asking = {family: text for family, text in texts.items() if f"@{DECORATOR}(" in text and family not in LATER}
+    return {family: ast.parse(text) for family, text in asking.items()}
 
 
 def test_every_family_with_the_fallback_decorator_is_in_the_table_and_no_other(modeling_files):
-    assert set(modeling_files) == set(FAMILIES)
+    assert set(modeling_files) == {family for family in FAMILIES if (MODELS / family).is_dir()}
 
 
 def test_every_layer_class_calls_exactly_the_functions_in_the_table(modeling_files):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from support import token_documents
 
 from hf_speedkit.core.errors import KernelAssertionError, PackingError
@@ -104,8 +105,6 @@ WITHOUT_BOUNDARIES = {
 
 
 def build(settings):
-    import transformers
-
     config_class, model_class, own = settings
     values = {**COMMON, **own}
     if config_class in ("FalconConfig", "OpenAIGPTConfig"):  # these derive it
@@ -136,15 +135,20 @@ def test_the_family_keeps_documents_apart_exactly(family):
     refuse_leaking_family(family)
 
 
+MENDED_IN_5_24 = {"falcon", "lfm3"}  # lfm3 where causal-conv1d is installed
+
+
 @pytest.mark.parametrize("family", LEAKING)
 def test_a_family_that_leaks_is_refused_by_name_and_caught_by_the_probe(family):
+    with pytest.raises(PackingError, match=f"{family} models leak"):
+        refuse_leaking_family(family)
+    if family in MENDED_IN_5_24 and not transformers.__version__.startswith("5.23."):
+        return  # refused all the same: the table is for every version that may be installed
     model = build(LEAKING[family])
     assert model.config.model_type == family
     report = probe_isolation(model, packed())
     assert not report.passed
     assert max(report.output_change, report.gradient_leak) > 1e-5
-    with pytest.raises(PackingError, match=f"{family} models leak"):
-        refuse_leaking_family(family)
 
 
 @pytest.mark.parametrize("family", WITHOUT_BOUNDARIES)
