@@ -16,22 +16,27 @@ import torch
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.trainer.adapters import below_adapters
+from hf_speedkit.trainer.gradient_memory import ReduceScatterInOneMemory
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def corrected_gathers(model: Any, *, prefetch_layers: int | None = None) -> Iterator[tuple[str, ...]]:
+def corrected_gathers(
+    model: Any, *, prefetch_layers: int | None = None, backward_passes: int = 1
+) -> Iterator[tuple[str, ...]]:
     """Let an FSDP2 model gather what it needs, when it needs it, for the time of the context.
 
     1. The output head, where it is alone in its group, is gathered before the fused loss reads its weight.
     2. The input embedding is not gathered for the backward pass, which needs the token ids only.
     3. A group whose head never ran is as new after an evaluation (torch before 2.13 leaves it half-way).
     4. With `prefetch_layers`, that many layers are gathered ahead, in forward and backward.
+    5. In steps of one backward pass, gradients lie in the memory that activations were in (`gradient_memory`).
 
     Args:
         model: the prepared model; anything else passes through.
         prefetch_layers: None leaves torch's own: one layer ahead. Each more holds one more whole layer in memory.
+        backward_passes: of an optimizer step.
 
     Yields:
         One line per thing that was changed.
@@ -54,6 +59,7 @@ def corrected_gathers(model: Any, *, prefetch_layers: int | None = None) -> Iter
                     _spare_embedding(model, stack),
                     _finish_partial_groups(model, stack),
                     _prefetch(model, prefetch_layers, stack),
+                    _one_memory(model, backward_passes, stack),
                 )
                 if line is not None
             ]
@@ -150,6 +156,19 @@ def _prefetch(model: Any, layers_ahead: int | None, stack: ExitStack) -> str | N
         stack.callback(layer.set_modules_to_forward_prefetch, [])
         stack.callback(layer.set_modules_to_backward_prefetch, [])
     return f"layers are gathered {layers_ahead} ahead"
+
+
+def _one_memory(model: Any, backward_passes: int, stack: ExitStack) -> str | None:
+    if backward_passes > 1 or not hasattr(model, "set_custom_reduce_scatter"):
+        return None
+    reduce_scatter = ReduceScatterInOneMemory(next(model.parameters()).device)
+    for module in model.modules():
+        if is_sharded(module):
+            module.set_custom_reduce_scatter(reduce_scatter)
+    handle = model.register_forward_pre_hook(reduce_scatter.release)
+    stack.callback(reduce_scatter.close)
+    stack.callback(handle.remove)
+    return "gradients lie in the memory that activations were in"
 
 
 def _layers(model: Any) -> list[Any]:

@@ -80,7 +80,11 @@ class StartupProof(FirstStep):
         trainer.restore_token_total(load_totals(state))
         agree(partial(self._compare_documents, state))
         self.findings = preflight(trainer, self._loaded)
-        gathers = corrected_gathers(trainer.model, prefetch_layers=args.fsdp_prefetch_layers)
+        gathers = corrected_gathers(
+            trainer.model,
+            prefetch_layers=args.fsdp_prefetch_layers,
+            backward_passes=args.gradient_accumulation_steps,
+        )
         agree(lambda: trainer.until_trained(gathers))
         with self._timed("layers"):
             agree(trainer.prepare_layers)

@@ -6,6 +6,8 @@ accelerate ignores FSDP on a CPU, so the runs set its private state (two_process
 import json
 import socket
 import time
+import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.trainer.communication import corrected_gathers
+from hf_speedkit.trainer.gradient_memory import ReduceScatterInOneMemory
 from hf_speedkit.trainer.preflight import check_wrap_class
 from hf_speedkit.trainer.prepared import loaded_weights, peak_host_growth
 
@@ -191,6 +194,44 @@ def test_a_model_that_is_not_sharded_is_left_as_it_is():
     with corrected_gathers(model) as changed:
         assert changed == ()
     assert not model._forward_hooks
+
+
+def test_gradients_are_allocated_on_the_training_stream_and_held_until_the_next_forward_pass(monkeypatch):
+    class Stream:
+        waited_for = ()
+
+        def wait_stream(self, other):
+            self.waited_for = (*self.waited_for, other)
+
+    training, reducing = Stream(), Stream()
+    now = [training]
+
+    @contextmanager
+    def stream(which):
+        now.append(which)
+        yield
+        now.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[-1])
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    on = []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **_: (on.append(now[-1]), empty(*size))[1])
+    one = ReduceScatterInOneMemory(torch.device("cuda"))
+    given = {"dtype": torch.float32, "device": torch.device("cuda")}
+    inputs = weakref.ref(one.allocate((8,), **given))
+    with stream(reducing):
+        result = weakref.ref(one.allocate((4,), **given))
+    assert on == [training, training]
+    assert reducing.waited_for == (training,)
+    assert inputs() is None  # whole gradients are not held, their sums are
+    assert result().shape == (4,)
+    one.release()
+    assert result() is None
+    one.close()
+    with stream(reducing):
+        one.allocate((4,), **given)
+    assert on[-1] is reducing
 
 
 def test_v41_the_host_memory_a_process_once_held_is_read(tmp_path):
