@@ -25,6 +25,12 @@ NO_COMPILER = (
     " PyPI: pip builds it from source, which needs nvcc of the CUDA version that torch was built for"
 )
 
+COMPILER = (
+    "mamba-ssm and causal-conv1d are both needed: mamba-ssm calls causal-conv1d's compiled functions, and nothing can "
+    "stand in for them. Neither has a wheel on PyPI: pip builds them from source, which takes minutes and needs nvcc "
+    "of the CUDA version that torch was built for"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cache:
@@ -51,7 +57,8 @@ class Diagnosis:
         stack: device and versions.
         checks: one per function.
         changed: what SpeedSFTTrainer would put in place by itself, one line each (with --probe).
-        commands: what to run, in order.
+        commands: what to run in a shell, in order.
+        settings: what to change in the job instead, as Python would write it.
         remarks: paragraphs that explain.
         torch_without_cuda: torch cannot use a GPU, and one is there or asked about.
         probe_s: time of the whole probe, compilation included; None without one.
@@ -64,6 +71,7 @@ class Diagnosis:
     checks: tuple[KernelCheck, ...]
     changed: tuple[str, ...]
     commands: tuple[str, ...]
+    settings: tuple[str, ...]
     remarks: tuple[str, ...]
     torch_without_cuda: bool = False
     probe_s: float | None = None
@@ -88,7 +96,7 @@ def doctor(
 ) -> None:
     """Say what MODEL would train on here: kernels, versions, costs, and the commands that mend it.
 
-    Loads no weights and no network: a hub id is looked up in the local cache.
+    Loads no weights and needs no network: a hub id is looked up in the local cache.
     Exit 0: everything is fused. 1: something would be slow or wrong. 2: wrong use.
     """
     from hf_speedkit.cli.doctor_view import as_json as to_json
@@ -122,7 +130,7 @@ def diagnose_model(
     from hf_speedkit.kernels.fla_convolution import through_fla
     from hf_speedkit.kernels.inspection import check_kernels
     from hf_speedkit.kernels.requirements import family_of
-    from hf_speedkit.kernels.verdicts import Judgement, check_of, unknown_layout
+    from hf_speedkit.kernels.verdicts import Judgement, check_of, nothing_known
     from hf_speedkit.trainer.installed_versions import untested_versions
 
     checks = check_kernels(config, tokens_per_batch=slots, stack=stack)
@@ -155,7 +163,7 @@ def diagnose_model(
         attention = _packed_attention(config, stack, slots)
         checks = checks if attention is None else (*checks, attention)
     if not checks:
-        checks = (check_of("layers", "no layer", 0, 0, unknown_layout(f"{config.model_type}: nothing")),)
+        checks = (check_of("layers", "no layer", 0, 0, nothing_known(f"a config of {config.model_type}")),)
     checks = through_fla(checks)
     missing_cuda = _lacks_cuda(stack)
     commands, remarks = _advice(checks, stack, missing_cuda)
@@ -166,7 +174,8 @@ def diagnose_model(
         stack=stack,
         checks=checks,
         changed=changed,
-        commands=commands,
+        commands=tuple(command for command in commands if _is_for_a_shell(command)),
+        settings=tuple(command for command in commands if not _is_for_a_shell(command)),
         remarks=remarks if untested is None else (*remarks, f"{untested}."),
         torch_without_cuda=missing_cuda,
         probe_s=probe_s,
@@ -211,6 +220,17 @@ def _packed_attention(config: Any, stack: Stack, slots: int) -> KernelCheck | No
     return replace(check, verdict=found.verdict, evidence=evidence, reason=found.reason, fix=found.fix)
 
 
+def _is_built(check: KernelCheck) -> bool:
+    """Whether a function's package has no wheels."""
+    from hf_speedkit.kernels.requirements import FUNCTIONS
+
+    return check.function in FUNCTIONS and FUNCTIONS[check.function].package in ("causal_conv1d", "mamba_ssm")
+
+
+def _is_for_a_shell(command: str) -> bool:
+    return command.startswith(("pip ", "export ", "hf ", "hf-speedkit "))
+
+
 def _lacks_cuda(stack: Stack) -> bool:
     """Whether torch is a build without CUDA where a GPU is there or asked about. A ROCm build is another matter."""
     from hf_speedkit.measure.environment import visible_gpus
@@ -223,12 +243,16 @@ def _has_no_cuda_build(stack: Stack) -> bool:
 
 
 def _advice(checks: Sequence[KernelCheck], stack: Stack, missing_cuda: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Commands to run, in order, and paragraphs to read."""
+    """What to run or to set, in order, and paragraphs to read."""
+    from hf_speedkit.kernels.requirements import stands_alone
+
     failing = [check for check in checks if check.verdict.value != "FUSED"]
     commands = [check.fix for check in failing if check.fix is not None]
     remarks = []
-    if any(check.function == "causal_conv1d_fn" and check.verdict.value == "FALLBACK" for check in failing):
-        remarks.append(f"{NO_COMPILER}{'' if stack.nvcc else ', and this machine has no nvcc'}.")
+    built = [check for check in failing if check.verdict.value in ("FALLBACK", "BLOCKED") and _is_built(check)]
+    if built:
+        alone = stands_alone(check.function for check in checks)
+        remarks.append(f"{NO_COMPILER if alone else COMPILER}{'' if stack.nvcc else ', and this machine has no nvcc'}.")
     if stack.capability is None:
         remarks.append("No GPU was found: fused kernels need one. --gpu h200 judges for a GPU that is not here.")
     if missing_cuda or (failing and _has_no_cuda_build(stack)):

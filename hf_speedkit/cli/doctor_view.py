@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import shutil
 import sys
 from typing import TYPE_CHECKING
 
@@ -12,8 +14,13 @@ if TYPE_CHECKING:
 
 
 def _runnable(command: str) -> str:
-    """The command for this interpreter: another pip would install for another Python."""
-    return f"{sys.executable} -m {command}" if command.startswith("pip ") else command
+    """The command for this interpreter: another pip would install for another Python. uv's environments have no pip."""
+    if not command.startswith("pip "):
+        return command
+    if importlib.util.find_spec("pip") is None and shutil.which("uv") is not None:
+        verb, _, rest = command.removeprefix("pip ").partition(" ")
+        return f"uv pip {verb} --python {sys.executable} {rest}"
+    return f"{sys.executable} -m {command}"
 
 
 def text_lines(diagnosis: Diagnosis) -> list[str]:
@@ -23,19 +30,24 @@ def text_lines(diagnosis: Diagnosis) -> list[str]:
 
     lines = [f"{diagnosis.model}  ({diagnosis.family or 'a family that transformers does not hold'})", ""]
     lines += [*_environment_lines(diagnosis.stack), ""]
-    for check, line in zip(diagnosis.checks, table(diagnosis.checks), strict=True):
-        lines.append(line)
-        cost = cost_of(check)
-        lines += [f"    costs: {cost}"] if cost else []
-    if not diagnosis.checks:
-        lines.append("no function of this model needs a kernel package")
+    lines += table(diagnosis.checks)
+    costs = dict.fromkeys((check.verdict.value, cost) for check in diagnosis.checks if (cost := cost_of(check)))
+    lines += [f"{verdict} costs: {cost}" for verdict, cost in costs]
     lines += [f"put in place: {line}" for line in diagnosis.changed]
     lines += _probe_lines(diagnosis)
-    lines += ["", *diagnosis.remarks] if diagnosis.remarks else []
-    if diagnosis.commands:
-        lines += ["", "Run:", *(f"  {_runnable(command)}" for command in diagnosis.commands)]
-    lines += ["", "good" if diagnosis.good else "something would be slow or wrong"]
-    return [printable(line) for line in lines]
+    for remark in diagnosis.remarks:
+        lines += ["", remark]
+    for title, commands in (("Run:", diagnosis.commands), ("In the job's settings:", diagnosis.settings)):
+        lines += ["", title, *(f"  {_runnable(command)}" for command in commands)] if commands else []
+    return [printable(line) for line in (*lines, "", _last_line(diagnosis))]
+
+
+def _last_line(diagnosis: Diagnosis) -> str:
+    if diagnosis.good:
+        return "good"
+    bad = sum(check.verdict.value != "FUSED" for check in diagnosis.checks)
+    what = f"{bad} of {len(diagnosis.checks)} lines above are not FUSED" if bad else "torch cannot use the GPU"
+    return f"something would be slow or wrong: {what}"
 
 
 def _probe_lines(diagnosis: Diagnosis) -> list[str]:
@@ -84,6 +96,7 @@ def as_json(diagnosis: Diagnosis) -> str:
         "known": [{"subject": note.subject, **to_dict(note.decision)} for note in notes(stack)],
         "changed": list(diagnosis.changed),
         "commands": [_runnable(command) for command in diagnosis.commands],
+        "settings": list(diagnosis.settings),
         "remarks": list(diagnosis.remarks),
         "probe_s": diagnosis.probe_s,
         "caches": [

@@ -87,7 +87,7 @@ _FLA_ROWS = (
         source=_TRITON + "issues/10331",
         architectures=("sm110", "sm121"),
         versions={"triton": ">=3.5,<3.6"},
-        fix="export TRITON_PTXAS_PATH=/usr/local/cuda/bin/ptxas  (of CUDA 13)",
+        fix="export TRITON_PTXAS_PATH=/usr/local/cuda/bin/ptxas  # of CUDA 13",
     ),
     Row(
         subject="fla",
@@ -193,7 +193,7 @@ _CONVOLUTION_ROWS = (
         architectures=("sm103",),
         versions={"causal-conv1d": "<=1.7.0"},
         cuda=">=13",
-        fix="pip uninstall causal-conv1d  (hf_speedkit then binds fla's Triton convolution)",
+        fix="pip uninstall causal-conv1d  # hf_speedkit then binds fla's Triton convolution",
     ),
     Row(
         subject="causal_conv1d",
@@ -221,7 +221,7 @@ _ATTENTION_ROWS = (
         reason="its backward needs compute capability 9.0: on this GPU it only runs forward",
         source=_FLASH + "blob/main/flash_attn/cute/interface.py",
         architectures=("sm7*", "sm8*"),
-        fix='attn_implementation="sdpa"  (SpeedSFTTrainer runs packed rows on torch\'s own flash attention)',
+        fix='attn_implementation="sdpa"  # SpeedSFTTrainer runs packed rows on torch\'s own flash attention',
     ),
     Row(
         subject="flash_attention_3",
@@ -239,7 +239,7 @@ _ATTENTION_ROWS = (
             "order they were installed in",
             source=_TRANSFORMERS + "blob/v5.23.0/src/transformers/utils/import_utils.py",
             versions={"flash-attn": ">=0", "flash-attn-4": ">=0.dev0"},
-            fix="pip uninstall the one that is not used",
+            fix="pip uninstall flash-attn  # or flash-attn-4: the one that is not used",
         )
         for name in ("flash_attention_2", "flash_attention_4")
     ),

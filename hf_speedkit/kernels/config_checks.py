@@ -91,7 +91,7 @@ def known_leak(text_config: Any) -> Iterator[KernelCheck]:
         verdict=KernelVerdict.NO_BOUNDARIES,
         evidence="measured on transformers 5.23; no kernel package changes it",
         reason=f"packed documents of {text_config.model_type} are not kept apart: {reason}",
-        fix="packing=False  (padded rows) for this family",
+        fix="packing=False  # padded rows for this family",
     )
     layers = count_of_layers(text_config) or 1
     yield check_of("packed_rows", "decoder layers", layers, layers, judgement)

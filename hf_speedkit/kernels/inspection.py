@@ -38,7 +38,7 @@ from hf_speedkit.kernels.requirements import (
     training_requirements,
 )
 from hf_speedkit.kernels.stack import read_stack
-from hf_speedkit.kernels.verdicts import Judgement, check_of, judge, unknown_layout
+from hf_speedkit.kernels.verdicts import Judgement, check_of, judge, nothing_known, unknown_layout
 
 if TYPE_CHECKING:
     import torch
@@ -192,8 +192,9 @@ def _check_model(model: Any, tokens_per_batch: int | None) -> tuple[KernelCheck,
         *fused_layer_checks(model),
     ]
     if not checks:
-        judgement = unknown_layout(type(model).__name__)
-        checks.append(check_of("layers", type(model).__name__, 1, 1, judgement))
+        kind = type(model)
+        judgement = nothing_known(f"{kind.__name__} of {kind.__module__.partition('.')[0]}")
+        checks.append(check_of("layers", kind.__name__, 1, 1, judgement))
     if tokens_per_batch is not None and config is not None:
         checks += known_leak(config.get_text_config())
     return tuple(checks)

@@ -103,7 +103,7 @@ def never_ran(runs: Sequence[KernelRun]) -> KernelAssertionError | None:
         evidence=tuple(
             f"{run.function}   {run.layer}   no {_which(run)} kernel among those of the step" for run in missing
         ),
-        mend="hf-speedkit doctor MODEL --probe  (says what runs at these sizes; TraceCallback shows the step itself)",
+        mend="hf-speedkit doctor MODEL --probe  # what runs at these sizes; TraceCallback shows the step itself",
         regardless=GO_ON,
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from hf_speedkit.core.errors import KernelAssertionError
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
+from hf_speedkit.kernels.requirements import FUNCTIONS
 
 GO_ON = 'kernel_assertion="warn"'
 
@@ -31,11 +32,13 @@ _COSTS = {
 
 
 def cost_of(check: KernelCheck) -> str | None:
-    """What training would pay for a check's verdict, in words; None for a fused function.
+    """What training would pay for a check's verdict, in words; None where it pays nothing.
 
     In words, because how many times slower a fallback is depends on the model and the GPU: see
     benchmarks/results.
     """
+    if check.verdict is KernelVerdict.FALLBACK and check.function not in FUNCTIONS:
+        return "many small torch operations in the place of one kernel, whose results go through memory each time"
     return _COSTS.get(check.verdict)
 
 

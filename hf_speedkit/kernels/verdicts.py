@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 from hf_speedkit.core.records import KernelCheck, KernelRequirement, KernelVerdict
-from hf_speedkit.kernels.imports import ImportOutcome, ImportStatus
+from hf_speedkit.kernels.imports import ImportOutcome, ImportStatus, installed_version
 from hf_speedkit.kernels.layout import BoundTo, LiveFunction
 from hf_speedkit.kernels.requirements import CALLED_WITH, CALLED_WITH_BY
 
@@ -120,7 +120,22 @@ def unknown_layout(name: str) -> Judgement:
         verdict=KernelVerdict.UNVERIFIED,
         evidence=f"{name} is bound in a way this version of hf_speedkit does not know",
         reason="the layout of transformers differs from 5.23, which it was checked against",
-        fix='pip install "transformers>=5.23,<5.24"',
+        fix=None
+        if (installed_version("transformers") or "").startswith("5.23.")
+        else 'pip install "transformers>=5.23,<5.24"',
+    )
+
+
+def nothing_known(what: str) -> Judgement:
+    """Nothing is claimed about a model of which no function and no attention was recognised.
+
+    Args:
+        what: the model, and where its code is from.
+    """
+    return Judgement(
+        verdict=KernelVerdict.UNVERIFIED,
+        evidence=f"{what}: no kernel, no attention and no experts that this version knows",
+        reason="its layers have code of their own, and what that runs cannot be read",
     )
 
 

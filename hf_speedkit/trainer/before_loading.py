@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from hf_speedkit.core.errors import SpeedkitError
 from hf_speedkit.core.families import refuse_leaking_family
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
 from hf_speedkit.kernels.imports import is_installed
@@ -127,8 +128,9 @@ def _run(config: Any, args: SpeedSFTConfig, slots: int, weights: str) -> tuple[K
     dtype: Any = activation_dtype(args) or getattr(torch, weights, torch.bfloat16)
     try:
         checks, _ = probe_config(config, device=args.device, dtype=dtype, tokens_per_batch=slots)
-    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-        if "CUDA error" in str(error):  # no later call on this device will work either
+    except Exception as error:
+        # No later call on this device will work either; and what we refuse ourselves is a refusal.
+        if "CUDA error" in str(error) or isinstance(error, SpeedkitError):
             raise
         # A skeleton that cannot be made (a config that only remote code understands, no memory) proves nothing.
         logger.info("kernels are not run before loading: %s: %s", type(error).__name__, error)
@@ -142,7 +144,7 @@ def _config(model: str, options: dict[str, Any]) -> Any:
 
     try:
         return AutoConfig.from_pretrained(model, **options)
-    except (OSError, ValueError, KeyError, ImportError):
+    except Exception:  # noqa: BLE001 (configs raise what they like)
         return None
 
 

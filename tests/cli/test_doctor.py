@@ -199,10 +199,94 @@ def test_wrong_use_exits_2(folder, arguments, says):
     assert says in said(result)
 
 
-@pytest.mark.parametrize("content", ["{", '{"model_type": "no_such_type"}', "[]"])
-def test_a_config_that_cannot_be_read_exits_2(tmp_path, content):
-    (tmp_path / "config.json").write_text(content)
-    assert run(tmp_path).exit_code == 2
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"{", "is no JSON file"),
+        (b"GGUF\xff", "is no JSON file"),
+        (b"null", "holds no config"),
+        (b'{"model_type": "no_such_type"}', "cannot be read"),
+        (b'{"model_type": "llama", "num_attention_heads": 0}', "modulo by zero"),
+        (b'{"model_type": "llama", "num_hidden_layers": "32"}', "expected int, got str"),
+        (b'{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}', "doctor runs no foreign code"),
+    ],
+    ids=["half", "weights", "null", "unknown_type", "no_heads", "words_for_numbers", "remote_code"],
+)
+def test_a_config_that_cannot_be_read_exits_2_and_says_why(tmp_path, content, says):
+    (tmp_path / "config.json").write_bytes(content)
+    result = run(tmp_path)
+    assert (result.exit_code, result.exception.__class__) == (2, SystemExit)
+    assert says in said(result)
+
+
+def test_an_adapter_leads_to_its_base_model_and_a_link_to_the_id_in_it(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "nobody/base"}')
+    assert "hf-speedkit doctor nobody/base" in said(run(tmp_path))
+    assert "hf download nobody/model config.json" in said(run("https://huggingface.co/nobody/model/"))
+
+
+@pytest.mark.parametrize(
+    ("family", "verdict", "says"),
+    [
+        ("falcon_h1", "FUSED", "speedkit_varlen, "),
+        ("llama4", "FUSED", "its class cannot do without a mask"),
+        ("gptj", "FALLBACK", "its class has an attention of its own"),
+        ("granite_swa", "FALLBACK", "it uses attention sinks"),
+        ("vit", "UNVERIFIED", "no causal language model"),
+    ],
+)
+def test_the_attention_named_is_the_one_that_the_trainer_would_choose(family, verdict, says):
+    from transformers import AutoConfig
+
+    found = diagnose_model("m", AutoConfig.for_model(family), stack=stack(), slots=8192)
+    (attention,) = [check for check in found.checks if check.function == "attention"]
+    assert attention.verdict.value == verdict
+    assert says in f"{attention.evidence} {attention.reason}"
+    assert attention.layers == found.checks[-1].layers > 0
+
+
+def test_what_is_set_in_the_job_is_not_among_the_commands_for_a_shell():
+    from transformers import AutoConfig
+
+    from hf_speedkit.cli.doctor_view import text_lines
+
+    found = diagnose_model("m", AutoConfig.for_model("mamba"), stack=stack(), slots=8192)
+    assert [command.split()[0] for command in found.commands] == ["pip", "pip"]
+    assert found.settings == ("packing=False  # padded rows for this family",)
+    lines = text_lines(found)
+    assert lines[lines.index("In the job's settings:") + 1].strip() == found.settings[0]
+    # fla's convolution is no help here, and the paragraph must not say that it is.
+    assert any("mamba-ssm calls causal-conv1d's compiled functions" in remark for remark in found.remarks)
+    assert NO_COMPILER not in " ".join(found.remarks)
+
+
+def test_no_command_for_a_shell_holds_words_that_a_shell_would_choke_on():
+    from hf_speedkit.kernels.compatibility_rows import ROWS
+
+    for command in (row.command or "" for row in ROWS):
+        bare = command.partition("#")[0]
+        assert not command.startswith(("pip", "export")) or "(" not in bare, command
+
+
+def test_where_uv_made_the_environment_the_commands_are_uvs(monkeypatch):
+    from hf_speedkit.cli import doctor_view
+
+    monkeypatch.setattr(doctor_view.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor_view.shutil, "which", lambda name: f"/bin/{name}")
+    assert doctor_view._runnable('pip install "einops"') == f'uv pip install --python {sys.executable} "einops"'
+    assert doctor_view._runnable("export FLA_FLASH_QLA=0") == "export FLA_FLASH_QLA=0"
+
+
+def test_a_probe_that_cannot_be_run_is_not_one_that_passed(folder, monkeypatch):
+    from transformers import AutoConfig
+
+    from hf_speedkit.kernels import skeleton
+
+    monkeypatch.setattr(skeleton, "model_skeleton", lambda *_, **__: [][0])
+    config = AutoConfig.from_pretrained(folder)
+    found = diagnose_model("m", config, stack=stack(capability=None), slots=64, probe=True, device="cpu")
+    assert (found.good, found.checks[-1].verdict) == (False, KernelVerdict.UNVERIFIED)
+    assert "the probe could not be run: IndexError" in found.checks[-1].reason
 
 
 def test_a_folder_without_a_config_exits_2(tmp_path):
