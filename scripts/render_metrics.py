@@ -21,6 +21,10 @@ the optimizer steps since the previous logging step; its *steady* steps are thos
 of a session, not warm-up (compilation, autotuning), not traced, not counted. The *counted* step is one in
 `count_launches_every` that CUPTI records; its keys stand in the row of the window that holds it.
 
+**Rows that repeat.** On several ranks accelerate fills an epoch's last round with rows from its begin. They are slots
+and nothing else, so totals over ranks are those of the data. Two things it cannot tell apart, and counts: a stream that
+is not dispatched, and the samples of a row that a collator has put together from several.
+
 **The step adds up.** `part_data_wait_s + part_host_only_s + part_overlapped_s + part_device_only_s +
 part_exposed_comm_s` is the time of the counted step. A part of 10 % or more of it limits the run, and the console
 says so once: input-bound, host-bound or communication-bound; else the run is device-bound. Work of the host that is

@@ -16,21 +16,25 @@ from hf_speedkit.trainer.observation import (
     GradientProbe,
     LabelRule,
     Observation,
-    count_batch,
     read,
 )
+from hf_speedkit.trainer.repeated_rows import NewRows, count_new_rows
 
 _UNKNOWN = TokenCounts(slots=0, real=None, target=None, documents=None)
 
 
-def counts_its_batch(args: TrainingArguments, model: torch.nn.Module) -> bool:
-    """Whether this rank's batch is its own: the ranks of one tensor-parallel group all see the same, and one counts it.
+def ranks_on_one_batch(args: TrainingArguments, model: torch.nn.Module) -> int:
+    """How many ranks see the same batch: those of one tensor-parallel group.
 
     Accelerate lays such a group over neighbouring ranks (parallelism_config.py:267, "tp" last).
     """
     config = getattr(args, "parallelism_config", None)
-    size = getattr(model, "_tp_size", None) or getattr(config, "tp_size", None) or 1
-    return bool(args.process_index % size == 0)
+    return int(getattr(model, "_tp_size", None) or getattr(config, "tp_size", None) or 1)
+
+
+def counts_its_batch(args: TrainingArguments, model: torch.nn.Module) -> bool:
+    """Whether this rank's batch is its own: of the ranks that see the same, the first counts it."""
+    return bool(args.process_index % ranks_on_one_batch(args, model) == 0)
 
 
 class MicroBatchCounter:
@@ -41,10 +45,12 @@ class MicroBatchCounter:
 
     Args:
         own_batch: False where another rank counts the same batch (`counts_its_batch`): its tokens are zero here.
+        new_rows: tells which rows of a batch accelerate has not repeated; None: no one has.
     """
 
-    def __init__(self, *, own_batch: bool = True) -> None:
+    def __init__(self, *, own_batch: bool = True, new_rows: NewRows | None = None) -> None:
         self._own_batch = own_batch
+        self._new_rows = new_rows
         self.current = Observation()
         self._waiting: list[tuple[int, Observation]] = []
         self._read: list[tuple[int, CountedStep]] = []
@@ -52,6 +58,14 @@ class MicroBatchCounter:
         self._handles: tuple[Any, ...] = ()
         self._probe = GradientProbe()
         self._norm_given = False
+
+    @classmethod
+    def of(cls, args: TrainingArguments, model: torch.nn.Module, dataloader: object) -> MicroBatchCounter:
+        """The counter of one rank of a training run."""
+        return cls(
+            own_batch=counts_its_batch(args, model),
+            new_rows=NewRows(args, dataloader, shared_by=ranks_on_one_batch(args, model)),
+        )
 
     @property
     def steps_waiting(self) -> int:
@@ -142,7 +156,7 @@ class MicroBatchCounter:
             self.current.add(counts)
             return
         with torch.no_grad():
-            seen = count_batch(arguments, keywords, rule)
+            seen = count_new_rows(arguments, keywords, rule, self._new_rows)
         if seen is None:
             self.current.add(_UNKNOWN)
         else:

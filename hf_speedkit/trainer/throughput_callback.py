@@ -23,7 +23,7 @@ from hf_speedkit.measure.step_clock import StepClock, device_timer
 from hf_speedkit.trainer.counted_steps import CountedSteps
 from hf_speedkit.trainer.job_ledger import JobLedger, step_records
 from hf_speedkit.trainer.mfu_inputs import FlopsInputs, missing_notices
-from hf_speedkit.trainer.micro_batches import MicroBatchCounter, counts_its_batch
+from hf_speedkit.trainer.micro_batches import MicroBatchCounter
 from hf_speedkit.trainer.nonfinite import Mode, checked_mode, find_nonfinite, refusal
 from hf_speedkit.trainer.saved_totals import load_totals, save_totals
 from hf_speedkit.trainer.window_report import WindowReport
@@ -143,7 +143,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
     # ---- Trainer events ---------------------------------------------------------------------------------------------
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **given: Any
     ) -> None:
         """Start afresh: a callback object may serve several `train()` calls."""
         self._stop_helpers()
@@ -153,7 +153,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
         self._first_step_reason = "resume" if state.global_step > 0 else "warm-up"
         self._job = JobLedger(world_size=args.world_size, device=args.device, before=load_totals(state))
         self._inputs = self._given.completed(args, model)
-        self._counter = MicroBatchCounter(own_batch=counts_its_batch(args, model))
+        self._counter = MicroBatchCounter.of(args, model, given.get("train_dataloader"))
         self._counter.watch(model, counting=lambda: self._forward_expected, window=self._inputs.window)
         self._compilations.start()
         self._clock = StepClock(device=device_timer(args.device.type))

@@ -16,6 +16,7 @@ from transformers import (
 from hf_speedkit.core.records import TokenCounts
 from hf_speedkit.trainer.micro_batches import MicroBatchCounter, counts_its_batch
 from hf_speedkit.trainer.observation import GradientProbe, LabelRule, Observation, count_batch, read
+from hf_speedkit.trainer.repeated_rows import count_new_rows
 
 
 def counted(keywords, rule=None, arguments=()):
@@ -118,6 +119,19 @@ def test_positions_that_start_again_at_0_tell_the_documents(positions, documents
     tokens = counted({"input_ids": ids(*shape), "position_ids": torch.tensor(positions)}, LabelRule(window=2))
     assert (tokens.slots, tokens.real) == (6, 6)
     assert (tokens.documents, tokens.squared_lengths, tokens.window_pairs) == (documents, squared, pairs)
+
+
+@pytest.mark.parametrize(
+    ("new", "expected"), [(None, (14, 12, 2)), (1, (10, 9, 1)), (0, (0, 0, 0))], ids=["none is", "one is", "all are"]
+)
+def test_rows_that_repeat_are_slots_and_nothing_else(new, expected):
+    batch = pad(documents((10, 4)))
+    batch["labels"] = batch["input_ids"].where(batch["attention_mask"] > 0, -100)
+    observation = Observation()
+    observation.add(*count_new_rows((), batch, LabelRule(), lambda rows: new))
+    tokens = read([observation])[0].tokens
+    assert (tokens.real, tokens.target, tokens.documents) == expected
+    assert tokens.slots == 20
 
 
 @pytest.mark.parametrize("name", ["pixel_values", "input_features"])

@@ -65,6 +65,18 @@ def mean_of_documents(rank):
     return [sum(values), len(values), 2.0**53]
 
 
+def uneven(directory):
+    """Totals of two epochs of 9 documents in batches of 2, which accelerate fills up to 12; stopped and resumed."""
+    settings = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 2, "ddp_backend": "gloo"}
+    for more, resume in (({"max_steps": 2}, None), ({}, True)):
+        callback = ThroughputCallback()
+        trainer = make_trainer(directory, data=documents(LENGTHS[:9]), logging_steps=5, **settings, **more)
+        attach(trainer, callback)
+        trainer.train(resume_from_checkpoint=resume)
+    tokens = callback.run_totals().tokens
+    return [tokens.real, tokens.target, tokens.documents, tokens.squared_lengths]
+
+
 def train(rank, port, directory, queue):
     start(rank, port)
     os.environ["WANDB_DIR"] = directory
@@ -99,6 +111,7 @@ def train(rank, port, directory, queue):
             "records": len(records),
             "gathers": len(gathers),
             "documents": gather_over_ranks(mean_of_documents(rank), torch.device("cpu")),
+            "uneven": uneven(f"{directory}/uneven"),
         }
     )
     if rank == 0:
@@ -144,6 +157,14 @@ def test_v64_totals_and_rates_over_two_ranks_are_exact_and_equal_on_both(found):
     assert first["rates"]["speed/real_tokens_per_second"] == pytest.approx(steady / seconds)
     assert first["rates"]["speed/real_tokens_per_second_per_device"] == pytest.approx(steady / seconds / RANKS)
     assert (first["records"], second["records"]) == (3, 0)  # sinks on world rank 0 only
+
+
+@pytest.mark.two_process
+def test_rows_repeated_to_fill_the_last_round_count_once(found):
+    real, target = sum(LENGTHS[:9]), sum(max(0, length - 2) for length in LENGTHS[:9])
+    squared = sum(length * length for length in LENGTHS[:9])
+    for said in found[0].values():
+        assert said["uneven"] == [2 * real, 2 * target, 2 * 9, 2 * squared]
 
 
 @pytest.mark.two_process
