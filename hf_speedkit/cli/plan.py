@@ -54,7 +54,9 @@ def plan(
     from hf_speedkit.core.errors import SpeedkitError
 
     if (lengths is not None and dataset is not None) or (model is None and lengths is None):
-        raise typer.BadParameter("give MODEL_OR_TOKENIZER and DATASET, or --lengths FILE.json", param_hint="DATASET")
+        raise typer.BadParameter(
+            "give MODEL (its memory), MODEL and DATASET, or --lengths FILE.json", param_hint="DATASET"
+        )
     try:
         planned = plan_memory.planned_gpu(gpu, gpu_memory)
     except plan_memory.UnknownGpuError as error:
@@ -98,7 +100,7 @@ def plan(
             )
         )
     except plan_data.NotFoundError as error:
-        raise typer.BadParameter(str(error), param_hint="DATASET") from error
+        raise typer.BadParameter(str(error), param_hint=error.where) from error
     except SpeedkitError as error:
         if as_json:
             typer.echo(json.dumps(_empty_result(settings) | {"error": str(error)}, indent=1))

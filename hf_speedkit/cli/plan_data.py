@@ -17,7 +17,16 @@ _QUANTILES = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99, 1.0)
 
 
 class NotFoundError(Exception):
-    """A file, dataset or tokenizer that is not there, or that holds something else."""
+    """A file, dataset or tokenizer that is not there, or that holds something else.
+
+    Args:
+        said: what is wrong.
+        where: the argument of the command that named it.
+    """
+
+    def __init__(self, said: str, *, where: str = "DATASET") -> None:
+        super().__init__(said)
+        self.where = where
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,14 +82,15 @@ def from_file(path: Path) -> Documents:
         NotFoundError: no such file, or it holds something else.
     """
     if not path.is_file():
-        raise NotFoundError(f"no such file: {path}")
+        raise NotFoundError(f"no such file: {path}", where="--lengths")
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise NotFoundError(f"{path} cannot be read as JSON: {error}") from error
+        raise NotFoundError(f"{path} cannot be read as JSON: {error}", where="--lengths") from error
     counts = read.get("lengths") if isinstance(read, Mapping) else read
     if not isinstance(counts, list) or not all(type(count) is int and 0 <= count <= _LONGEST for count in counts):
-        raise NotFoundError(f"{path} holds no list of token counts, whole numbers from 0 to {_LONGEST:,}")
+        said = f"{path} holds no list of token counts, whole numbers from 0 to {_LONGEST:,}"
+        raise NotFoundError(said, where="--lengths")
     return _documents(counts)
 
 
@@ -213,7 +223,7 @@ def _tokenizer(model: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
-        raise NotFoundError(f"tokenizer {model!r} cannot be loaded: {error}") from error
+        raise NotFoundError(f"tokenizer {model!r} cannot be loaded: {error}", where="MODEL_OR_TOKENIZER") from error
 
 
 def _findings(loaded: Any, tokenizer: Any, template_arguments: Mapping[str, Any]) -> tuple[str, ...]:

@@ -146,21 +146,26 @@ def test_documents_that_do_not_fit_make_the_subject_bad_unless_dealt_with(tmp_pa
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "named"),
     [
-        (),
-        ("model", "no-such-file.jsonl"),
-        ("--lengths", "no-such-file.json"),
-        ("model", "data", "--lengths", "x.json"),
-        ("--lengths", "LENGTHS", "--overlong", "guess"),
-        ("--lengths", "LENGTHS", "--template-kwargs", "{"),
-        ("--lengths", "LENGTHS", "--tokens-per-batch", 0),
-        ("./no-such-model", "./no-such-dataset"),
+        ((), "DATASET"),
+        (("model", "no-such-file.jsonl"), "DATASET"),
+        (("--lengths", "no-such-file.json"), "--lengths"),
+        (("model", "data", "--lengths", "x.json"), "DATASET"),
+        (("--lengths", "LENGTHS", "--overlong", "guess"), "--overlong"),
+        (("--lengths", "LENGTHS", "--template-kwargs", "{"), "--template-kwargs"),
+        (("--lengths", "LENGTHS", "--tokens-per-batch", 0), "--tokens-per-batch"),
+        (("./no-such-model", "./no-such-dataset"), "DATASET"),
+        (("./no-such-model", "LENGTHS.jsonl"), "MODEL_OR_TOKENIZER"),
     ],
 )
-def test_wrong_use_is_exit_code_two(arguments, lengths_file):
-    result = run(*[lengths_file if argument == "LENGTHS" else argument for argument in arguments])
+def test_wrong_use_is_exit_code_two_and_names_the_argument(arguments, named, lengths_file):
+    rows = lengths_file.with_suffix(".jsonl")
+    rows.write_text('{"text": "w3"}')
+    there = {"LENGTHS": lengths_file, "LENGTHS.jsonl": rows}
+    result = run(*[there.get(argument, argument) for argument in arguments])
     assert result.exit_code == 2, result.output
+    assert f"Invalid value for {named}" in result.output.replace("'", "")
 
 
 def test_a_file_that_holds_something_else_is_wrong_use(tmp_path):
