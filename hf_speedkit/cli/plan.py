@@ -28,7 +28,9 @@ def plan(
     tokens_per_batch: Annotated[int, typer.Option(min=2, help="Slots of a row.")] = 8192,
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs the states are sharded over (FSDP2).")] = None,
     gpu: Annotated[str | None, typer.Option(metavar="NAME", help="Kind of GPU: h200, h100, a100-80gb ...")] = None,
-    gpu_memory: Annotated[float | None, typer.Option(min=0.1, metavar="GIB", help="Memory of a GPU instead.")] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option(min=0.1, max=100_000, metavar="GIB", help="Memory of a GPU instead.")
+    ] = None,
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Devices that train on rows of their own; --gpus, or 8, without it.")
     ] = None,

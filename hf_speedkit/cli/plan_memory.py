@@ -70,6 +70,8 @@ def memory_result(config: Any, *, tokens: int, gpus: int, gpu: PlannedGpu, accum
         return result | {"settings": [], "notes": [], "fits": None, "error": str(error)}
     shown = next((choice for choice in choices if choice.fit is not Fit.TOO_BIG), choices[0])
     notes = [f"{shown.plan.setting.name}: {parts_line(shown.plan)}", checkpointing_line(shown), gathering_line(shown)]
+    if gpus > 1:
+        notes.append("8-bit AdamW: no optimizer here does it on bf16 weights that FSDP2 shards (docs/memory.md)")
     notes.append(margin_line(gpus))
     if gpu.memory_gib is None:
         notes[-1] = "whether it fits: say which GPU, --gpu h200 or --gpu-memory 80"

@@ -132,8 +132,9 @@ class SafeCheckpoints(StreamedBatches):
         self.save_stream_state(folder)
         if self.args.should_save and is_sharded(folder):
             describe_model(self.model, self.processing_class, folder)
-        if self.state.best_model_checkpoint == str(folder):
-            # The name it will have; Trainer has looked for it where it is written.
+        if self.state.best_global_step == self.state.global_step:
+            # The name it will have. Trainer has looked for it where it is written, and under SHARDED_STATE_DICT a rank
+            # that looks first finds nothing there: at the end only the others would load the best model, and wait.
             self.state.best_model_checkpoint = str(run_dir / folder.name)
             if self.args.should_save:
                 self.state.save_to_json(str(folder / "trainer_state.json"))

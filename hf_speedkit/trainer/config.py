@@ -10,7 +10,7 @@ from typing import Any
 from trl import SFTConfig
 
 from hf_speedkit.core.errors import ConfigurationError
-from hf_speedkit.trainer.launching import refuse_lost_fp8, refuse_split_rows
+from hf_speedkit.trainer.launching import refuse_lost_fp8, refuse_optimizer, refuse_split_rows
 
 _STRATEGIES = ("auto", "fifo_close", "best_fit_decreasing", "next_fit")
 _OVERLONG = ("error", "split", "truncate", "drop")
@@ -214,6 +214,7 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         asked = os.environ.get("ACCELERATE_MIXED_PRECISION")
         super().__post_init__()
         refuse_lost_fp8(asked, self.mixed_precision)
+        refuse_optimizer(self.optim, 0 if self.use_cpu else (self.fsdp_plugin_args or {}).get("fsdp_version"))
         # `stop_signals` does what that is for, at one step on all ranks (see trainer/stop_signal.py).
         self.enable_jit_checkpoint = False
         self._check_choices()
@@ -243,7 +244,6 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
                 raise ConfigurationError(
                     f"{name}={value!r} is not a choice", mend=f"{name} is one of: {', '.join(choices)}"
                 )
-
         layers = str(self.activation_checkpointing_layers)
         if layers not in ("auto", "all") and not layers.isdecimal():
             raise ConfigurationError(

@@ -76,6 +76,39 @@ def refuse_lost_fp8(asked: str | None, got: str) -> None:
         )
 
 
+def refuse_optimizer(optim: object, fsdp_version: object, environment: Mapping[str, str] | None = None) -> None:
+    """Refuse an optimizer that cannot update what FSDP2 shards, before a model is loaded for it.
+
+    Tried over two processes and on single DTensors (torch 2.13, bitsandbytes 0.50.2): the kernels of bitsandbytes and
+    transformers' Adafactor fail in their first step ("got mixed torch.Tensor and DTensor"); Adagrad trains and fails at
+    the first checkpoint, since its state belongs to the weights as they were before they were sharded.
+
+    Args:
+        optim: the Trainer's name of it.
+        fsdp_version: of the job's own settings, 0 on a CPU; None where only the launcher can ask for FSDP.
+        environment: os.environ unless given.
+
+    Raises:
+        ConfigurationError: with one that can.
+    """
+    environment = os.environ if environment is None else environment
+    if fsdp_version is None and is_on(environment.get("ACCELERATE_USE_FSDP")):
+        fsdp_version = environment.get("FSDP_VERSION", "1")
+    name = str(getattr(optim, "value", optim))
+    of_bitsandbytes = name.startswith(("paged_", "ademamix", "lion_")) or "bnb" in name or name == "adamw_8bit"
+    if str(fsdp_version) != "2" or not (of_bitsandbytes or name in ("adafactor", "adagrad")):
+        return
+    raise ConfigurationError(
+        f"optim={name} cannot update weights that FSDP2 shards",
+        evidence=(
+            "its first checkpoint would fail"
+            if name == "adagrad"
+            else "its first step would fail: it takes no DTensor" + (" (bitsandbytes)" if of_bitsandbytes else ""),
+        ),
+        mend="optim: adamw_torch_fused; what does not fit then needs more GPUs or adapters (use_peft: true)",
+    )
+
+
 def refuse_split_rows(parallel: object, environment: Mapping[str, str] | None = None) -> None:
     """Refuse parallelism that hands parts of one row to several ranks.
 

@@ -164,7 +164,7 @@ def _ways(planned: PlannedJob, memory_gib: float, name: str) -> Sequence[tuple[s
     if setting.trained_bytes == FP32_BYTES and not setting.adapters:
         bf16 = replace(setting, trained_bytes=BF16_BYTES, moment_bytes=min(setting.moment_bytes, 2 * BF16_BYTES))
         found.append((f"bf16: false with dtype: bfloat16{beside}", lighter, bf16))
-    if not setting.adapters:
+    if not setting.adapters and not (job.fsdp and job.gpus > 1):  # see launching.refuse_optimizer
         found.append((f"optim: adamw_8bit with bf16: false, dtype: bfloat16{beside}", lighter, EIGHT_BIT_ADAMW))
     if not job.fsdp:
         found.append((f"fsdp: true{beside}", replace(lighter, fsdp=True), setting))

@@ -32,6 +32,7 @@ def test_a_model_alone_gives_one_line_a_setting_in_80_columns(model):
     assert all(len(line) <= 80 for line in result.output.splitlines())
     assert "highest in the" in result.output
     assert "not needed" in result.output  # checkpointing
+    assert "8-bit AdamW: no optimizer here" in result.output
 
 
 def test_the_json_has_bytes_verdict_and_smallest_number_of_gpus(model):
@@ -72,7 +73,9 @@ def test_the_gpu_of_this_machine_is_taken_where_none_is_named(model, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--gpu", "h2000"), ("--gpus", "0"), ("--gpu-memory", "-1")], ids=lambda pair: pair[0]
+    "arguments",
+    [("--gpu", "h2000"), ("--gpus", "0"), ("--gpu-memory", "-1"), ("--gpu-memory", "inf")],
+    ids=lambda pair: pair[0],
 )
 def test_wrong_use_is_exit_code_two(model, arguments):
     assert run(model, *arguments).exit_code == 2

@@ -270,10 +270,23 @@ def test_rotation_never_deletes_the_newest_nor_the_best(tmp_path, present, newes
     assert names(tmp_path) == sorted(f"checkpoint-{step}" for step in left)
 
 
+class WritesLate(SpeedSFTTrainer):
+    """As under SHARDED_STATE_DICT: the folder is made with the weights, behind Trainer's look for the best one."""
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        if not _internal_call:
+            super().save_model(output_dir)
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        super().save_model(output_dir, _internal_call=True)
+        super()._save_optimizer_and_scheduler(output_dir)
+
+
 def test_a_limit_of_one_and_the_best_model_keep_their_names(tmp_path):
     trainer = small(
-        tmp_path, max_steps=6, save_total_limit=1, eval_dataset=tokenized([9, 20], seed=7), eval_strategy="steps",
-        eval_steps=2, load_best_model_at_end=True, metric_for_best_model="loss", learning_rate=0.1,
+        tmp_path, kind=WritesLate, max_steps=6, save_total_limit=1, eval_dataset=tokenized([9, 20], seed=7),
+        eval_strategy="steps", eval_steps=2, load_best_model_at_end=True, metric_for_best_model="loss",
+        learning_rate=0.1,
     )  # fmt: skip
     trainer.train()
     best = trainer.state.best_global_step

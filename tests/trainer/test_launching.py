@@ -3,7 +3,7 @@
 import pytest
 
 from hf_speedkit.core.errors import ConfigurationError
-from hf_speedkit.trainer.launching import announce_sharding, refuse_lost_fp8, refuse_split_rows
+from hf_speedkit.trainer.launching import announce_sharding, refuse_lost_fp8, refuse_optimizer, refuse_split_rows
 
 JOB = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "FULL_STATE_DICT"}}
 TWO_HOSTS = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
@@ -75,3 +75,28 @@ def test_fp8_that_the_settings_turned_into_bf16_is_refused(monkeypatch, tmp_path
     SpeedSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
     refuse_lost_fp8(None, "bf16")
     refuse_lost_fp8("bf16", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("optim", "said"),
+    [("adamw_8bit", "bitsandbytes"), ("paged_lion_32bit", "bitsandbytes"), ("rmsprop_bnb", "bitsandbytes"),
+     ("adafactor", "first step"), ("adagrad", "first checkpoint")],
+)  # fmt: skip
+def test_an_optimizer_that_cannot_update_shards_is_refused_before_anything_is_loaded(optim, said, tmp_path):
+    from hf_speedkit import SpeedSFTConfig
+
+    fsdp = {"fsdp": True, "fsdp_config": {"version": 2}}
+    with pytest.raises(ConfigurationError, match=f"optim={optim} cannot update") as refused:
+        SpeedSFTConfig(output_dir=str(tmp_path), optim=optim, bf16=False, **fsdp)
+    assert said in str(refused.value)
+    launched = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    with pytest.raises(ConfigurationError, match=f"optim={optim} cannot update"):
+        refuse_optimizer(optim, None, launched)
+    refuse_optimizer(optim, None, {})
+    refuse_optimizer(optim, 1, launched)
+    refuse_optimizer(optim, 0, launched)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "sgd", "rmsprop"])
+def test_torchs_own_optimizers_update_shards(optim):
+    refuse_optimizer(optim, 2, {})

@@ -142,6 +142,7 @@ def test_v38_the_fp32_upcast_is_named_with_what_it_costs_and_the_setting_without
     with pytest.raises(HardwareError, match="fp32 master weights") as caught:
         judge(planned, name=H200.name, memory_gib=H200.memory_gib, strict=True)
     assert "bf16: false with dtype: bfloat16" in caught.value.mend
+    assert "8bit" not in str(caught.value), "FSDP2's shards are nothing that bitsandbytes can update"
     assert "fits:    4 x NVIDIA H200" in str(caught.value)
 
 
