@@ -171,15 +171,18 @@ def judge_stand_in(without: Judgement, fla: ImportOutcome, stack: Stack) -> Judg
 def through_fla(checks: Sequence[KernelCheck]) -> tuple[KernelCheck, ...]:
     """Mend a missing causal-conv1d by fla, as far as SpeedSFTTrainer is concerned, which puts fla's in its place.
 
-    Where fla is there already, or causal-conv1d is there and broken, the checks stay as they are; also in families
-    whose other functions call causal-conv1d by themselves. A plain Trainer needs causal-conv1d itself.
+    Where fla is there already and works, or causal-conv1d is there and broken, the checks stay as they are; also in
+    families whose other functions call causal-conv1d by themselves. A plain Trainer needs causal-conv1d itself.
     """
     fla_fix = f'pip install "{FUNCTIONS["chunk_gated_delta_rule"].distribution}"'
-    rule = next((c.fix for c in checks if c.function == "chunk_gated_delta_rule" and c.fix is not None), fla_fix)
-    if is_installed("fla") or not stands_alone(check.function for check in checks):
+    rule = next((c.fix for c in checks if c.function == "chunk_gated_delta_rule" and c.fix is not None), None)
+    # A fla that is there and does not import, mostly for want of triton, is mended by the rule's own command.
+    if (is_installed("fla") and rule is None) or not stands_alone(check.function for check in checks):
         return tuple(checks)
+    when = "imports" if is_installed("fla") else "is installed"
+    mend = fla_fix if rule is None else rule
     return tuple(
-        replace(check, reason=f"{check.reason}; fla's convolution takes its place once fla is installed", fix=rule)
+        replace(check, reason=f"{check.reason}; fla's convolution takes its place once fla {when}", fix=mend)
         if check.function == CONVOLUTION and check.verdict is KernelVerdict.FALLBACK and _is_absent(check)
         else check
         for check in checks

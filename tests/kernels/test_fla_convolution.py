@@ -9,10 +9,12 @@ from fused_fakes import FLA_CONVOLUTION, write_fused_fakes
 from kernel_models import gradients_one_document_at_a_time, packed_gradients, packed_row, random_documents, tiny_model
 
 from hf_speedkit.core.errors import ConfigurationError
-from hf_speedkit.core.records import KernelVerdict
-from hf_speedkit.kernels.fla_convolution import FlaConvolution, bind_fla_convolution, chunk_indices
+from hf_speedkit.core.records import KernelCheck, KernelVerdict
+from hf_speedkit.kernels.fla_convolution import FlaConvolution, bind_fla_convolution, chunk_indices, through_fla
 from hf_speedkit.kernels.fused_layers import fused_layers
+from hf_speedkit.kernels.imports import ImportOutcome, ImportStatus
 from hf_speedkit.kernels.inspection import check_kernels
+from hf_speedkit.kernels.verdicts import why_not_bound
 
 CPU = ("cpu",)
 LENGTHS = (5, 64, 1, 130, 63)
@@ -164,3 +166,17 @@ def test_a_convolution_that_the_probe_rejects_is_taken_out_again(tmp_path, monke
         assert not any(line.startswith("convolution") for line in lines)
         assert convolution_of(model).verdict is KernelVerdict.FALLBACK
     assert f"fla's convolution is left out: {reason}" in caplog.text
+
+
+@pytest.mark.parametrize("rule_fix", ['pip install "triton>=3.7.1"', None])
+def test_v52_a_fla_that_does_not_import_is_mended_and_no_compiler_asked_for(tmp_path, monkeypatch, rule_fix):
+    """None: fla works, the convolution was looked at, and what was found stands."""
+    write_fused_fakes(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    state = {"layer": "GatedDeltaNet", "layers": 3, "layers_total": 4, "verdict": KernelVerdict.FALLBACK}
+    absent = why_not_bound("causal_conv1d", ImportOutcome(status=ImportStatus.ABSENT))
+    rule = KernelCheck(function="chunk_gated_delta_rule", evidence="torch", fix=rule_fix, **state)
+    build = KernelCheck(function="causal_conv1d_fn", evidence="torch", reason=absent, fix="build it", **state)
+    found = through_fla((rule, build))[1]
+    assert found.fix == (rule_fix or "build it")
+    assert ("once fla imports" in found.reason) is (rule_fix is not None)
