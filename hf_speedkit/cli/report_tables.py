@@ -86,7 +86,7 @@ def _ladder(where: str, ladder: Sequence[BenchRow], items: Sequence[Share], wide
     """All rows but those that the table of shares has."""
     apart = {share.without.name for share in items}
     found = [row for row in ladder if row.name not in apart]
-    heads = [f"`{where}`", "runs", _speed_head(found), "times the first"]
+    heads = [f"`{where}`", "runs", _speed_head(found), "times the slowest"]
     first = found[0].speed
     cells = [[row.name, str(row.runs), _speed(row), f"{row.speed / first:.2f}" if first else ""] for row in found]
     return _with_columns(heads, cells, found, [head for head in _TABLE if wide or head in _AT_A_GLANCE])
