@@ -3,6 +3,7 @@
 import ast
 import re
 import shlex
+import tomllib
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -75,7 +76,11 @@ def options():
 def commands(page):
     lines = "\n".join(blocks(page, "", "bash", "sh")).replace("\\\n", " ").splitlines()
     inline = re.findall(r"`(hf-speedkit [a-z]+[^`]*|make [a-z-]+[^`]*)`", FENCE.sub("", text(page)))
-    return [re.sub(r"\s+#.*", "", line) for line in (*lines, *inline) if re.match(r"(hf-speedkit|make) ", line)]
+    lines = [line.removeprefix("cd job && ") for line in (*lines, *inline)]
+    return [re.sub(r"\s+#.*", "", line) for line in lines if re.match(r"(hf-speedkit|make|accelerate|pip) ", line)]
+
+
+EXTRAS = set(tomllib.loads(text(ROOT / "pyproject.toml"))["project"]["optional-dependencies"])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
@@ -85,6 +90,13 @@ def test_commands_have_the_names_and_options_that_are_shown(page):
         program, name, *words = [word for word in shlex.split(line) if word not in ("...", "&&")]
         if program == "make":
             assert name in targets, line
+            continue
+        if program == "accelerate":
+            assert all((ROOT / word).is_file() for word in words if word.endswith((".py", ".yaml"))), line
+            continue
+        if program == "pip":
+            asked = {extra for word in words for extra in re.findall(r"^(?:\.|hf-speedkit)\[([\w,-]+)\]", word)}
+            assert {one for extra in asked for one in extra.split(",")} <= EXTRAS, line
             continue
         if name.startswith("-"):
             continue
