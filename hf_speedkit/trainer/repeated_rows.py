@@ -37,7 +37,9 @@ class NewRows:
         self._remainder: int | None = None
         sampler: Any = getattr(dataloader, "batch_sampler", None)
         data: Any = getattr(dataloader, "dataset", None)
-        if hasattr(sampler, "even_batches") and hasattr(data, "__len__"):
+        # A sampler of packed rows has no batch size, and repeats none.
+        sized = getattr(sampler, "batch_size", None) is not None
+        if sized and hasattr(sampler, "even_batches") and hasattr(data, "__len__"):
             # Told here and not by GradientState.remainder, which accelerate 1.15 does not know in a resumed epoch.
             together: int = getattr(dataloader, "total_batch_size")  # noqa: B009  # accelerate's loaders are not typed
             self._each = together // self._ranks
