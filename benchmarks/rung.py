@@ -50,7 +50,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repetition", type=int, default=1)
     parser.add_argument("--logging-steps", type=int, default=5)
     parser.add_argument("--trace", type=int, help="optimizer step to trace")
-    parser.add_argument("--keep-trace", action="store_true", help="copy the trace file beside the result")
+    parser.add_argument(
+        "--keep-trace", nargs="?", type=float, const=1.0, metavar="SHARE",
+        help="put this share of the traced step beside the result; of a fallback's, a few hundredths are large enough",
+    )  # fmt: skip
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings to change")
     parser.add_argument("--commit", help="commit of the tree, where git is not at hand")
     return parser.parse_args(argv)
@@ -194,8 +197,14 @@ def main() -> None:
         result = run(rung, workload, given, settings)
         if int(os.environ.get("RANK", "0")) != 0:
             return
+        from hf_speedkit.measure.trace_trim import trim_trace
+
         for path in sorted((directory / "run" / "traces").glob("*.json.gz")) if given.keep_trace else ():
-            shutil.copy(path, given.out.with_name(f"{given.out.stem}_{path.name}"))
+            kept = given.out.with_name(f"{given.out.stem}_{path.name}")
+            if given.keep_trace < 1:
+                trim_trace(path, kept, share=given.keep_trace, python=False)
+            else:
+                shutil.copy(path, kept)
     write(given.out, result)
 
 

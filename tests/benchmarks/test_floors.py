@@ -15,6 +15,8 @@ from hf_speedkit.core.bench_records import as_text
 from hf_speedkit.core.flops import LAYER_PARTS, model_flops
 from hf_speedkit.core.records import StepRecord, TokenCounts
 
+ROOT = Path(__file__).parents[2]
+
 COUNTS = TokenCounts(slots=256, real=200, target=180, documents=4, squared_lengths=12_000)
 
 
@@ -116,3 +118,8 @@ def test_sharding_sends_what_a_trace_of_two_gpus_shows():
     mixers = found["linear attention"].flops + found["attention"].flops
     assert 0 < found["GEMM"].flops < job.step.flops + job.step.recomputed_flops
     assert found["GEMM"].flops + mixers == pytest.approx(job.step.flops + job.step.recomputed_flops, rel=0.01)
+
+
+def test_the_table_in_the_docs_is_that_of_the_committed_step():
+    found = json.loads((ROOT / "benchmarks/results/2026-11-29_2xh200_27b_floors.json").read_text())
+    assert floors.markdown(found) in (ROOT / "docs/speed.md").read_text()

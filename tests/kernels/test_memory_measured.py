@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ RUNS = [
     ("2026-11-29_2xh200_27b_fsdp2_first_run.json", False),
 ]
 SHARE = 0.10
-"""What the plan is held to; on these five runs it is within 1 %."""
+"""What the plan is held to; on these five runs it is within 1 %, on the one with some layers unchecked 5 % short."""
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,20 @@ def test_the_plan_is_within_ten_percent_of_the_measured_peak(file, fused, traced
     assert reserved <= run["peak_memory_gib"] * (1 + RESERVE_SHARE)
     outside = run["log"][-1]["speed/gpu_memory_gib"] - reserved
     assert 0 < outside <= context_gib(run["world_size"])
+
+
+def test_the_plan_of_the_whole_27b_is_within_ten_percent_where_some_layers_keep_their_activations(traced):
+    file = "ladder/27b-64_speedkit_rep1.json"
+    run = json.loads((RESULTS / file).read_text())
+    floors = json.loads((RESULTS / "2026-11-29_2xh200_27b_floors.json").read_text())
+    eight = traced(8, True)
+    model = replace(eight, layers=eight.layers * 8)
+    assert model.parameters == run["parameters"]
+    unchecked = len(model.layers) - floors["checkpointed_layers"]
+    plan = plan_memory(model, PURE_BF16, MemoryJob(gpus=run["world_size"], unchecked=unchecked))
+    assert 0 < unchecked < len(model.layers)
+    assert plan.allocated / GIB == pytest.approx(run["peak_memory_gib"], rel=SHARE)
+    assert f"| {plan.allocated / GIB:.2f} | {run['peak_memory_gib']:.2f} | `{file}` |" in DOCUMENT.read_text()
 
 
 def test_the_ten_percent_would_see_a_layers_activations_counted_twice_or_its_head_left_out(traced):

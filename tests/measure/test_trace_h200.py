@@ -1,4 +1,4 @@
-"""Two steps recorded on one H200, cut small (tests/data/README.md): exact verdicts, launches and table tops."""
+"""Two steps recorded on one H200 and one on two, cut small (tests/data/README.md): exact verdicts, launches and table tops."""
 
 from __future__ import annotations
 
@@ -78,9 +78,31 @@ SPEEDKIT = Expected(
     kinds=(2_176, 24, 282),
     facts={"step": 25, "micro_batches": 1, "layers": 8, "real_tokens": 8_189, "slots": 8_192},
 )  # fmt: skip
+WHOLE_27B = Expected(
+    file="trace_2xh200_27b_speedkit.json.gz",
+    verdict="Device-bound, as it should be: the device was busy 92 % of the step. The next limit is GEMM.",
+    rules=[("device_bound", "note")],
+    events=11_522,
+    launches=1_595,
+    device_ns=435_988_868,
+    window_ns=377_240_047,
+    busy_ns=348_409_643,
+    cpu_op_calls=7_060,
+    cpu_self_ns=126_348_472,
+    launch_delay_ns=99_062_618,
+    operations=[("ChunkGatedDeltaRuleFunction", 22, 27_089_881), ("aten::mm", 225, 17_337_439),
+                ("LigerRMSNormFunction", 72, 14_306_633), ("LayerNormGatedFunction", 22, 5_519_441),
+                ("LigerSiLUMulFunction", 29, 4_213_519)],
+    kernels=[("nvjet_sm90_tst_192x192_64x4_2x1_v_bz_coopB_TNN", 65, 126_366_629),
+             ("nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT", 80, 110_267_963),
+             ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<409", 31, 83_928_794)],
+    groups=[("GEMM", 225, 257_419_366), ("communication", 31, 83_928_794), ("FSDP copy", 344, 25_098_561)],
+    kinds=(1_387, 41, 167),
+    facts={"step": 15, "micro_batches": 1, "layers": 64, "real_tokens": 8_191, "slots": 8_192},
+)  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[FALLBACK, SPEEDKIT], ids=["fallback", "speedkit"])
+@pytest.fixture(scope="module", params=[FALLBACK, SPEEDKIT, WHOLE_27B], ids=["fallback", "speedkit", "27b on two"])
 def read(request):
     return summarize_trace(DATA / request.param.file), request.param
 
