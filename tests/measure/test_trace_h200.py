@@ -1,4 +1,4 @@
-"""Two steps recorded on one H200 and one on two, cut small (tests/data/README.md): exact verdicts, launches and table tops."""
+"""Steps recorded on H200s, cut small (tests/data/README.md): exact verdicts, launches and tops of tables."""
 
 from __future__ import annotations
 
