@@ -1,5 +1,7 @@
 """The package as a whole: light to import, public names there, rooms small enough to read."""
 
+import ast
+import re
 import subprocess
 import sys
 import time
@@ -50,6 +52,15 @@ def test_the_version_is_printed():
 def test_no_file_makes_its_reader_scroll(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 350
     assert path.name not in ("utils.py", "helpers.py", "common.py")
+
+
+@pytest.mark.parametrize(
+    "room", sorted((ROOT / "hf_speedkit").glob("*/__init__.py")), ids=lambda path: path.parent.name
+)
+def test_each_room_says_at_its_door_what_is_where(room):
+    said = ast.get_docstring(ast.parse(room.read_text(encoding="utf-8")))
+    named = [name for group in said.split("\n- ")[1:] for name in re.findall(r"\w+", group.partition(":")[2])]
+    assert sorted(named) == sorted(path.stem for path in room.parent.glob("*.py") if path != room)
 
 
 @pytest.mark.parametrize("config", sorted((ROOT / "accelerate_configs").glob("*.yaml")), ids=lambda path: path.name)

@@ -1,1 +1,8 @@
-"""From documents of any length to rows of one fixed shape, and the proof that documents do not see one another."""
+"""From documents of any length to rows of one fixed shape, and the proof that documents do not see one another.
+
+- documents: documents, boundaries
+- a plan: strategies, planner, balance, forecast
+- rows: sampler, collator
+- a stream: stream, stream_documents, stream_source
+- the proof: isolation, operations
+"""
