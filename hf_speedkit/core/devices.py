@@ -15,6 +15,7 @@ _A100 = "https://www.nvidia.com/en-us/data-center/a100/"
 _H100 = "https://www.nvidia.com/en-us/data-center/h100/"
 _H200 = "https://www.nvidia.com/en-us/data-center/h200/"
 _BLACKWELL = "https://nvdam.widen.net/s/wwnsxrhm2w/blackwell-datasheet-3384703"
+_GA102 = "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf"
 _ADA = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
 _RTX_BLACKWELL = (
     "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf"
@@ -111,6 +112,27 @@ DEVICES: tuple[Device, ...] = (
         source="https://www.nvidia.com/en-us/data-center/products/a10-gpu/",
     ),
     Device(
+        name=r"NVIDIA A30",
+        tflops=_tensor(165.0, 82.0, 10.3),
+        bandwidth_gb_per_s=933,
+        source="https://www.nvidia.com/en-us/data-center/products/a30-gpu/",
+    ),
+    Device(name=r"NVIDIA RTX A6000", tflops=_tensor(154.8, 77.4, 38.7), bandwidth_gb_per_s=768, source=_GA102),
+    Device(name=r"NVIDIA GeForce RTX 3090", tflops=_tensor(71.0, 35.6, 35.6), bandwidth_gb_per_s=936, source=_GA102),
+    Device(
+        name=r"NVIDIA L40",
+        tflops=_tensor(181.05, 90.5, 90.5, 362.0),
+        bandwidth_gb_per_s=864,
+        source="https://www.nvidia.com/en-us/data-center/l40/",
+    ),
+    Device(
+        name=r"NVIDIA RTX 6000 Ada Generation",
+        tflops=_tensor(364.2, 182.1, 91.1, 728.5),
+        bandwidth_gb_per_s=960,
+        source="https://images.nvidia.com/aem-dam/en-zz/Solutions/technologies/"
+        "NVIDIA-ADA-GPU-PROVIZ-Architecture-Whitepaper_1.1.pdf",
+    ),
+    Device(
         name=r"NVIDIA L40S",
         tflops=_tensor(362.05, 183.0, 91.6, 733.0),
         bandwidth_gb_per_s=864,
@@ -133,6 +155,13 @@ DEVICES: tuple[Device, ...] = (
         tflops=_tensor(209.5, 104.8, 104.8, 419.0),
         bandwidth_gb_per_s=1792,
         source=_RTX_BLACKWELL,
+    ),
+    Device(
+        name=r"NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
+        tflops=_tensor(503.8, 251.9, 126.0, 1007.6),
+        bandwidth_gb_per_s=1792,
+        source="https://www.nvidia.com/content/dam/en-zz/Solutions/design-visualization/quadro-product-literature/"
+        "NVIDIA-RTX-Blackwell-PRO-GPU-Architecture-v1.0.pdf",
     ),
     Device(
         name=r"Tesla V100-SXM2-(16|32)GB",

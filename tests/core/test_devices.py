@@ -21,6 +21,11 @@ from hf_speedkit.core.devices import DEVICES, bandwidth_gb_per_s, find_device, p
         ("NVIDIA L40S", 362.05, 864),
         ("NVIDIA GeForce RTX 4090", 165.2, 1008),
         ("NVIDIA GeForce RTX 5090", 209.5, 1792),
+        ("NVIDIA GeForce RTX 3090", 71.0, 936),  # 142 is with fp16 accumulation
+        ("NVIDIA RTX A6000", 154.8, 768),
+        ("NVIDIA L40", 181.05, 864),
+        ("NVIDIA RTX 6000 Ada Generation", 364.2, 960),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 503.8, 1792),
         ("AMD Instinct MI300X", 1307.4, 5300),
     ],
 )
@@ -37,6 +42,8 @@ def test_known_gpus_have_a_dense_peak(name, bf16, bandwidth):
         "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
         "NVIDIA GeForce RTX 4090 Laptop GPU",
         "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA RTX PRO 6000 Blackwell Server Edition",
         "NVIDIA A10G",
         "NVIDIA H20",
         "Tesla P100-PCIE-16GB",
