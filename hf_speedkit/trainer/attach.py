@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_callback import DefaultFlowCallback
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.trainer.installed_versions import warn_of_untested_versions
@@ -69,9 +68,9 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> None:
     """Give callbacks to a trainer, ahead of those that report.
 
     `Trainer(callbacks=...)` and `add_callback` put a callback behind the trackers, so what it adds to a log reaches the
-    console and nothing else. This puts it in front of them, behind the callback that decides when to log and save. A
-    callback the trainer already has is moved. Several keep their order, also over several calls. Where the installed
-    stack is outside the tested range, rank 0 logs a warning that names it.
+    console and nothing else. This puts it in front of them and of a tracker of your own, right behind the callback that
+    decides when to log and save. A callback the trainer already has is moved. Several keep their order, also over
+    several calls. Where the installed stack is outside the tested range, rank 0 logs a warning that names it.
 
     Args:
         trainer: a transformers Trainer or any subclass, before `train()`.
@@ -91,7 +90,8 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> None:
         warn_of_untested_versions()
     for callback in callbacks:
         _take_out(listed, callback)
-        listed.insert(_first_reporter(listed), callback)
+        listed.insert(_front(listed), callback)
+        callback.attached_in_front = True
         if isinstance(callback, LoopObserver):
             callback.attached = True
             listed.append(LoopMarker(callback))
@@ -119,9 +119,9 @@ def _take_out(listed: list[TrainerCallback], callback: TrainerCallback) -> None:
     ]
 
 
-def _first_reporter(listed: list[TrainerCallback]) -> int:
-    reporters = (*INTEGRATION_TO_CALLBACK.values(), ProgressCallback, PrinterCallback)
-    for index, callback in enumerate(listed):
-        if isinstance(callback, reporters):
-            return index
-    return len(listed)
+def _front(listed: list[TrainerCallback]) -> int:
+    """The place behind the Trainer's own flow and what was attached before."""
+    place = 1 + max((at for at, callback in enumerate(listed) if isinstance(callback, DefaultFlowCallback)), default=-1)
+    while place < len(listed) and getattr(listed[place], "attached_in_front", False):
+        place += 1
+    return place

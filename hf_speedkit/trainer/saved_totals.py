@@ -9,7 +9,7 @@ the callback is made anew from plain values and put behind the trackers (trainer
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 from transformers import TrainerState
 
@@ -33,9 +33,19 @@ def load_totals(state: TrainerState) -> TokenCounts | None:
     if state.global_step == 0:
         return NO_TOKENS
     saved = state.stateful_callbacks.get(STATE_KEY)
-    if not isinstance(saved, dict) or saved.get("step") != state.global_step:
+    tokens = (
+        _tokens(saved.get("tokens")) if isinstance(saved, dict) and saved.get("step") == state.global_step else None
+    )
+    if tokens is None:
         logger.warning(
             "the checkpoint does not hold the run's token totals, so none are logged; rates are not affected"
         )
+    return tokens
+
+
+def _tokens(saved: object) -> TokenCounts | None:
+    """Counts that this version knows; what another one wrote besides is left out, and so is what is no number."""
+    if not isinstance(saved, dict) or not isinstance(saved.get("slots"), int):
         return None
-    return TokenCounts(**saved["tokens"])
+    known = {field.name: saved.get(field.name) for field in fields(TokenCounts)}
+    return TokenCounts(**{name: value if isinstance(value, int) else None for name, value in known.items()})  # type: ignore[arg-type]

@@ -191,12 +191,14 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
             self._clock.settle()
         if self._counted is not None and self._counted.step_ends(state.global_step, control):
             self._clock.pause("log")  # reading what CUPTI saw is no part of any step
-        self._settle_before_pause(control)
+        if not self.attached:
+            self._settle_before_pause(control)
         self._passed("step_end", attached=False)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """An evaluation or a checkpoint may follow."""
-        self._settle_before_pause(control)
+        if not self.attached:
+            self._settle_before_pause(control)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
@@ -254,6 +256,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
             self._clock.start()
         elif event in ("step_end", "epoch_end"):
             self._clock.loop_goes_on()
+            self._settle_before_pause(control)  # here, because any callback may have asked for a checkpoint
         else:
             self._clock.pause(_PAUSES[event])
         if event != "epoch_end":

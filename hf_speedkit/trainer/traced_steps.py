@@ -18,6 +18,8 @@ class TracedSteps(TrainerCallback):  # type: ignore[misc]
         throughput: makes the rates.
     """
 
+    attached_in_front = True  # as `attach` marks what it puts there
+
     def __init__(self, trace: TraceCallback, throughput: ThroughputCallback) -> None:
         self.trace = trace
         self.throughput = throughput

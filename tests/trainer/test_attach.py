@@ -34,10 +34,20 @@ def test_callbacks_stand_before_the_trackers_in_the_order_given(tmp_path, at_onc
     ]  # fmt: skip
 
 
-def test_without_trackers_they_stand_before_the_printer(tmp_path):
-    trainer = make_trainer(tmp_path)
+def test_v80_a_tracker_of_ones_own_gets_the_metrics_without_other_trackers_too(tmp_path):
+    class OwnTracker(TrainerCallback):
+        seen = ()
+
+        def on_log(self, args, state, control, logs=None, **_):
+            self.seen = self.seen or tuple(logs)
+
+    tracker = OwnTracker()
+    trainer = make_trainer(tmp_path, callbacks=[tracker], max_steps=1)
     attach(trainer, First())
-    assert names(trainer) == ["DefaultFlowCallback", "First", "PrinterCallback"]
+    attach(trainer, ThroughputCallback())
+    assert names(trainer)[:4] == ["DefaultFlowCallback", "First", "ThroughputCallback", "OwnTracker"]
+    trainer.train()
+    assert "speed/steady_steps" in tracker.seen
 
 
 def test_a_callback_the_trainer_already_has_is_moved(tmp_path):

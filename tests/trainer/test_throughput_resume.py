@@ -15,9 +15,10 @@ from plain_trainer import (
     train,
     training_rows,
 )
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from hf_speedkit.core.records import TokenCounts
+from hf_speedkit.trainer.saved_totals import STATE_KEY, load_totals
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback
 
 
@@ -49,6 +50,21 @@ def test_v67_totals_are_saved_by_every_save_strategy(tmp_path, strategy):
     saved = state["stateful_callbacks"]["hf_speedkit.throughput"]
     assert saved["step"] == 6
     assert TokenCounts(**saved["tokens"]) == callback.run_totals().tokens
+
+
+@pytest.mark.parametrize(
+    ("saved", "found"),
+    [
+        ({"slots": 9, "real": 7, "of_a_later_version": 1}, TokenCounts(slots=9, real=7, target=None, documents=None)),
+        ({"slots": 9, "real": "7"}, TokenCounts(slots=9, real=None, target=None, documents=None)),
+        ({"real": 7}, None),
+        ("nine", None),
+    ],
+)
+def test_totals_of_another_version_are_read_as_far_as_they_are_known(saved, found):
+    state = TrainerState(global_step=3, stateful_callbacks=[])
+    state.stateful_callbacks = {STATE_KEY: {"step": 3, "tokens": saved}}
+    assert load_totals(state) == found
 
 
 def test_a_checkpoint_made_without_the_callback_gives_unknown_totals_and_still_saves(tmp_path, caplog):

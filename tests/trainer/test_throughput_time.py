@@ -92,8 +92,9 @@ class QueuedDevice:
         self.next_s = first_s
         self.later_s = later_s
         self.busy_until = 0.0
-        # Evaluation reads its losses, so it waits for what is queued.
+        # Evaluation reads its losses and a checkpoint the weights, so both wait for what is queued.
         model.register_forward_hook(lambda module, *_: self.issue() if module.training else self.wait(self.busy_until))
+        model.register_state_dict_pre_hook(lambda *_: self.wait(self.busy_until))
 
     def issue(self):
         self.busy_until = max(self.busy_until, time.perf_counter()) + self.next_s
@@ -109,11 +110,18 @@ class QueuedDevice:
         return end - start if end <= time.perf_counter() else None
 
 
+class AsksForCheckpoints(TrainerCallback):
+    """A callback of the user's, behind ours, that wants a checkpoint after every step."""
+
+    def on_step_end(self, args, state, control, **keywords):
+        control.should_save = True
+
+
 @pytest.mark.parametrize(
     "pauses",
     [
         {},
-        {"save_strategy": "steps", "save_steps": 1},
+        {"callbacks": [AsksForCheckpoints()]},
         {"eval_strategy": "steps", "eval_steps": 1},
         {"eval_strategy": "epoch", "save_strategy": "epoch"},
     ],
