@@ -14,7 +14,7 @@ class ReduceScatterInOneMemory:
 
     torch allocates them on the stream of the reduce-scatter, and its allocator keeps the free memory of each stream
     apart: between two steps the room of all gradients lies idle, where activations could be. On two H200 that is
-    25 GiB a GPU of a 27B, 18 layers' activations.
+    25 GiB a GPU of a 27B, what 14 of its layers keep.
 
     Nothing is written before the memory is free: the stream of the reduce-scatter waits for the training stream first.
     Nothing is reused before the writing is done: results are held here until `release`, which belongs behind the
