@@ -182,7 +182,10 @@ def test_contract_no_layer_of_transformers_hands_over_what_would_be_dropped_with
         if "s_aux" in names and re.search(r"_supports_flash_attn\w* = True", text):
             sinks.add(file.parent.name)
     assert dropped == {}
-    assert sinks == set(attention.SINKS)
+    # A vision family's text part has a type of its own; what 5.24 added is not in 5.23.
+    families = {kind.removesuffix("_text") for kind in attention.SINKS}
+    models = Path(transformers.__file__).parent / "models"
+    assert sinks == {family for family in families if (models / family).is_dir()}
 
 
 @pytest.mark.parametrize(
