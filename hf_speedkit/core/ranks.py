@@ -11,6 +11,7 @@ from hf_speedkit.core.records import to_json
 SAVING = "writing a checkpoint"
 STARTING = "start-up checks"
 FINISHING = "finishing the run"
+LEFT = "has left training"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,8 @@ class Beat:
 
     def sentence(self) -> str:
         """Where this rank is, for a person."""
+        if self.doing == LEFT:
+            return f"rank {self.rank} on {self.host}: {LEFT} after step {self.step}"
         return (
             f"rank {self.rank} on {self.host}: {self.doing} after step {self.step}, "
             f"for {self.still_s:.0f} s, at {self.where}"
@@ -70,8 +73,8 @@ class Missing:
         ranks: their numbers; empty where none stands out.
         message: who waits for whom, in one sentence.
         evidence: one line for each missing rank, and one for a rank that waits.
-        may_end: whether ending the run loses nothing: every rank has done its first step, none writes a checkpoint and
-            none is through with training (the last upload takes as long as it takes).
+        may_end: whether ending the run loses nothing: every rank still in training has done its first step, none writes
+            a checkpoint and none is through with training (the last upload takes as long as it takes).
     """
 
     ranks: tuple[int, ...]
@@ -83,8 +86,9 @@ class Missing:
 def missing_ranks(beats: Sequence[Beat], *, silent: Collection[int] = ()) -> Missing:
     """Find the ranks that the others wait for.
 
-    A process that says nothing any more comes first; then the ranks that have come less far than the others; then,
-    where all are in the same part of a step, those that do not wait in a line of torch.distributed while others do.
+    Ranks that have left training come first; then a process that says nothing any more; then the ranks that have come
+    less far than the others; then, where all are in the same part of a step, those that do not wait in a line of
+    torch.distributed while others do.
 
     Args:
         beats: the last one of every rank, in any order; at least one.
@@ -93,7 +97,8 @@ def missing_ranks(beats: Sequence[Beat], *, silent: Collection[int] = ()) -> Mis
     beats = sorted(beats, key=lambda beat: beat.rank)
     furthest = max(beat.progress for beat in beats)
     behind = (
-        [beat for beat in beats if beat.rank in silent]
+        [beat for beat in beats if beat.doing == LEFT]
+        or [beat for beat in beats if beat.rank in silent]
         or [beat for beat in beats if beat.progress < furthest]
         or [beat for beat in beats if not beat.waits]
     )
@@ -105,7 +110,7 @@ def missing_ranks(beats: Sequence[Beat], *, silent: Collection[int] = ()) -> Mis
         ranks=tuple(beat.rank for beat in behind),
         message=_message(behind, waiting, slowest.still_s, silent),
         evidence=tuple(beat.sentence() for beat in (*behind[:4], slowest)),
-        may_end=all(beat.warm and beat.doing not in (SAVING, FINISHING) for beat in beats),
+        may_end=all(beat.doing == LEFT or (beat.warm and beat.doing not in (SAVING, FINISHING)) for beat in beats),
     )
 
 
@@ -115,6 +120,8 @@ def _message(behind: Sequence[Beat], waiting: Sequence[Beat], still_s: float, si
     names = ", ".join(str(beat.rank) for beat in behind[:8]) + (", ..." if len(behind) > 8 else "")
     who = f"{'rank' if len(behind) == 1 else 'ranks'} {names}"
     others = f"{len(waiting)} of {len(waiting) + len(behind)} ranks have waited {still_s:.0f} s for {who}"
+    if behind[0].doing == LEFT:
+        return f"{others}: training was ended there alone (control.should_training_stop must be set on all ranks)"
     if behind[0].rank in silent:
         return f"{others}, not heard of any more: the process is stopped or its machine is gone"
     return others

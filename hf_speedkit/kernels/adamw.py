@@ -97,12 +97,15 @@ class FusedAdamW(torch.optim.AdamW):
         )
 
     def _torch_step(self, scale: torch.Tensor | None, closure: Any) -> Any:
-        # torch's kernel divides by `grad_scale` (torch/optim/adam.py, _fused_adam), which its own GradScaler sets too.
+        step = torch.optim.AdamW.step
+        # Hooks have run already, around `step` above: torch wraps the step of every optimizer class that is made.
+        step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
         if scale is None:
-            return super().step(closure)
+            return step(self, closure)
+        # torch's kernel divides by `grad_scale` (torch/optim/adam.py, _fused_adam), which its own GradScaler sets too.
         self.grad_scale = 1.0 / scale
         try:
-            return super().step(closure)
+            return step(self, closure)
         finally:
             del self.grad_scale
 
@@ -187,7 +190,8 @@ def _sum_of_squares(grads: list[torch.Tensor]) -> torch.Tensor:
             for dim, placement in enumerate(placements):
                 if placement.is_partial():
                     raise ValueError(
-                        f"a gradient placed as {placement} has no norm to be had without reducing it first"
+                        f"a gradient placed as {placement} is a sum over ranks that nobody has taken yet, so it can be "
+                        "neither clipped nor applied here; fused_optimizer=False leaves both to torch"
                     )
                 if not placement.is_replicate():  # a strided shard (FSDP2 over tensor parallelism) is no Shard to torch
                     torch.distributed.all_reduce(total, group=mesh.get_group(dim))

@@ -26,7 +26,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_speedkit.core.errors import ConfigurationError, SpeedkitError
-from hf_speedkit.core.ranks import FINISHING, SAVING, STARTING, Beat, Missing, missing_ranks
+from hf_speedkit.core.ranks import FINISHING, LEFT, SAVING, STARTING, Beat, Missing, missing_ranks
 from hf_speedkit.trainer.agreement import runs_alone
 
 logger = logging.getLogger(__name__)
@@ -90,12 +90,16 @@ class RankWatch(TrainerCallback):  # type: ignore[misc]
         thread.start()
         try:
             yield
+            self._doing = LEFT
         except BaseException as error:
             self._failed(error)
             raise
         finally:
             self._stop.set()
             thread.join(timeout=_LONGEST_POLL_S)
+            if self._doing == LEFT:
+                with contextlib.suppress(RuntimeError):  # the launcher may have gone first, and its store with it
+                    self._say()
 
     # What training does: one assignment each, no lock; a torn read would be off by one part of a step.
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_speedkit.kernels.adamw import FusedAdamW, fused_adamw_error
@@ -46,6 +46,9 @@ def test_the_scale_is_used_once():
     ours, theirs = model_pair()
     mine = FusedAdamW(ours.parameters(), lr=1e-2)
     stock = torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True)
+    hooks = []
+    mine.register_step_pre_hook(lambda *_: hooks.append("before"))
+    mine.register_step_post_hook(lambda *_: hooks.append("behind"))
     give_gradients(ours, 0, 10.0)
     mine.clip_grad_norm_(ours.parameters(), 1.0)
     mine.step()
@@ -55,6 +58,7 @@ def test_the_scale_is_used_once():
     for model, optimizer in ((ours, mine), (theirs, stock)):
         give_gradients(model, 1, 10.0)
         optimizer.step()  # not clipped
+    assert hooks == ["before", "behind"] * 2, "once a step, although torch's step has hooks too"
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
@@ -157,6 +161,10 @@ def _norms(rank, results):
     strided = torch.nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [_StridedShard(0, split_factor=1)]))
     strided.grad = DTensor.from_local(torch.tensor([3.0, 4.0]), mesh, [_StridedShard(0, split_factor=1)])
     assert optimizer.clip_grad_norm_([strided], 1.0).item() == pytest.approx(50**0.5), "both ranks' parts"
+    partial = torch.nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Partial()]))
+    partial.grad = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+    with pytest.raises(ValueError, match="fused_optimizer=False"):
+        optimizer.clip_grad_norm_([partial], 1.0)
     torch.save((norm, [p.full_tensor().detach() for p in parameters]), f"{results}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -110,6 +110,22 @@ def test_a_second_training_is_watched_like_the_first(monkeypatch):
             assert watch._part() == "start-up checks"
             time.sleep(0.45)  # beats come every 0.1 s
         assert watch._sent > before + 1
+        assert watch._beat_of(0).doing == "has left training"
+
+
+def test_a_rank_that_was_told_alone_to_stop_is_named_as_such_and_the_run_ends(watch_of, capsys):
+    watches = [watch_of(rank) for rank in range(3)]
+    for watch in watches[:2]:
+        watch.on_step_begin(None, state_at(5), TrainerControl())
+    watches[2]._doing = "has left training"
+    watches[2]._first_step = None  # it had trained for less than a poll when it last spoke
+    for watch in watches:
+        stands_for(watch, 601)
+    watches[0]._look()
+    said = capsys.readouterr().err
+    assert "2 of 3 ranks have waited 601 s for rank 2: training was ended there alone" in said
+    assert "has left training after step 5\n" in said
+    assert watches[0]._store.check(["failed"])
 
 
 def test_a_rank_that_writes_a_checkpoint_does_not_end_the_run(watch_of):
