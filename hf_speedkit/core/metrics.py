@@ -298,6 +298,11 @@ _GPU = all_by(
         "share of samples in which the clock was held back for power or heat, mean over ranks",
     ),
     (
+        "gpu_throttled_by_heat",
+        "%",
+        "share of samples in which it was held back for heat; the rest of gpu_throttled is the power limit",
+    ),
+    (
         "gpu_sm_active",
         "%",
         "mean over ranks and samples of the share of multiprocessors with work (NVML GPM, Hopper and later)",

@@ -273,6 +273,7 @@ class GpuUsage:
         sm_clock_mhz: clock of the multiprocessors.
         memory_gib: memory in use on the board, by all processes.
         throttled_percent: share of samples in which the driver held the clock back for power or heat, 0..100.
+        throttled_by_heat_percent: share of samples in which it was for heat, 0..100.
         sm_active_percent: share of multiprocessors with work (NVML GPM, Hopper and later), 0..100, like the next two.
         tensor_active_percent: share of time the tensor pipes were active.
         dram_active_percent: share of the memory's peak bandwidth in use.
@@ -284,6 +285,7 @@ class GpuUsage:
     sm_clock_mhz: float | None = None
     memory_gib: float | None = None
     throttled_percent: float | None = None
+    throttled_by_heat_percent: float | None = None
     sm_active_percent: float | None = None
     tensor_active_percent: float | None = None
     dram_active_percent: float | None = None

@@ -99,6 +99,7 @@ def _gpu(usage: GpuUsage | None, tensor_clock_mhz: float | None) -> dict[str, fl
         "speed/gpu_sm_clock_mhz": usage.sm_clock_mhz,
         "speed/gpu_memory_gib": usage.memory_gib,
         "speed/gpu_throttled": usage.throttled_percent,
+        "speed/gpu_throttled_by_heat": usage.throttled_by_heat_percent,
     }
 
 

@@ -20,7 +20,8 @@ INTERVAL_S = 1.0
 
 # Reasons that mean "for power or heat": software power cap, hardware slowdown, software and hardware thermal slowdown,
 # power brake. Idle, application clocks and sync boost are left out. Values: NVML's nvmlClocksEventReasons constants.
-_THROTTLED = 0x04 | 0x08 | 0x20 | 0x40 | 0x80
+_HEAT = 0x20 | 0x40
+_THROTTLED = 0x04 | 0x08 | _HEAT | 0x80
 
 _STOP_TIMEOUT_S = 5.0
 
@@ -31,7 +32,7 @@ class _Sample:
     power_w: float | None
     sm_clock_mhz: float | None
     memory_gib: float | None
-    throttled: bool | None
+    clock_reasons: int | None
     gpm: GpmReading
 
 
@@ -93,7 +94,8 @@ class GpuSampler:
             power_w=_mean([sample.power_w for sample in samples]),
             sm_clock_mhz=_mean([sample.sm_clock_mhz for sample in samples]),
             memory_gib=_mean([sample.memory_gib for sample in samples]),
-            throttled_percent=_mean([None if s.throttled is None else 100.0 * s.throttled for s in samples]),
+            throttled_percent=_share_of([sample.clock_reasons for sample in samples], _THROTTLED),
+            throttled_by_heat_percent=_share_of([sample.clock_reasons for sample in samples], _HEAT),
             sm_active_percent=_mean([sample.gpm.sm_percent for sample in samples]),
             tensor_active_percent=_mean([sample.gpm.tensor_percent for sample in samples]),
             dram_active_percent=_mean([sample.gpm.dram_percent for sample in samples]),
@@ -153,16 +155,20 @@ def _read(nvml: Any, handle: Any, gpm: GpmReading) -> _Sample:
         power_w=None if milliwatts is None else milliwatts / 1e3,
         sm_clock_mhz=optional(nvml, lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
         memory_gib=None if memory is None else memory / 2**30,
-        throttled=_throttled(nvml, handle),
+        clock_reasons=_clock_reasons(nvml, handle),
         gpm=gpm,
     )
 
 
-def _throttled(nvml: Any, handle: Any) -> bool | None:
+def _clock_reasons(nvml: Any, handle: Any) -> int | None:
     # Named ...ThrottleReasons before driver 535; both names exist in nvidia-ml-py 12.
     read: Callable[[Any], int] | None = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", None)
-    reasons = None if read is None else optional(nvml, lambda: read(handle))
-    return None if reasons is None else bool(reasons & _THROTTLED)
+    return None if read is None else optional(nvml, lambda: read(handle))
+
+
+def _share_of(reasons: Sequence[int | None], mask: int) -> float | None:
+    """Percent of the samples with one of these reasons."""
+    return _mean([None if bits is None else 100.0 * bool(bits & mask) for bits in reasons])
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

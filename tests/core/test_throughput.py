@@ -293,7 +293,8 @@ def test_the_keys_are_stable():
         *("step_time_min_s", "step_time_max_s", "step_time_max_rank"),
         *("data_wait_min_s", "data_wait_max_s", "data_wait_max_rank"),
         *("target_tokens_min", "target_tokens_max", "target_tokens_max_rank"),
-        *("gpu_utilization", "gpu_power_w", "gpu_sm_clock_mhz", "gpu_memory_gib", "gpu_throttled"),
+        *("gpu_utilization", "gpu_power_w", "gpu_sm_clock_mhz", "gpu_memory_gib"),
+        *("gpu_throttled", "gpu_throttled_by_heat"),
         *("gpu_sm_active", "gpu_tensor_active", "gpu_dram_active", "ofu"),
     }
     assert set(METRICS) == {f"speed/{name}" for name in expected}

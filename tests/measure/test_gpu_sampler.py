@@ -116,15 +116,20 @@ def test_a_reading_the_driver_does_not_support_is_none(sampler, unsupported, fie
 
 
 @pytest.mark.parametrize(
-    ("reasons", "throttled"),
-    [(0x0, 0), (0x1, 0), (0x2, 0), (0x4, 100), (0x8, 100), (0x20, 100), (0x40, 100), (0x80, 100), (0x5, 100)],
+    ("reasons", "throttled", "by_heat"),
+    [
+        *((reasons, 0, 0) for reasons in (0x0, 0x1, 0x2)),
+        *((reasons, 100, 0) for reasons in (0x4, 0x8, 0x80, 0x5)),
+        *((reasons, 100, 100) for reasons in (0x20, 0x40, 0x24)),
+    ],
 )
-def test_throttling_means_power_or_heat_and_not_idling(sampler, reasons, throttled):
+def test_throttling_means_power_or_heat_and_not_idling(sampler, reasons, throttled, by_heat):
     nvml = FakeNvml()
     nvml.reasons = reasons
     one = sampler(interval_s=60.0, nvml=nvml)
     one.start()
-    assert one.window().throttled_percent == throttled
+    usage = one.window()
+    assert (usage.throttled_percent, usage.throttled_by_heat_percent) == (throttled, by_heat)
 
 
 def test_the_uuid_decides_which_gpu_is_meant(sampler, monkeypatch):
