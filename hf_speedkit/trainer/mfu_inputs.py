@@ -35,7 +35,9 @@ class FlopsInputs:
     tensor_clock_mhz: float | None = None
 
     def completed(self, args: TrainingArguments, model: torch.nn.Module) -> FlopsInputs:
-        """With what the model and the device say where nothing was given."""
+        """With what the model and the device say where nothing was given; nothing of several devices in one process."""
+        if args.n_gpu > 1:
+            return self
         flops = self.flops if self.flops is not None else flops_of(model)
         return replace(
             self,
@@ -233,6 +235,12 @@ def missing_notices(args: TrainingArguments, *, attached: bool, inputs: FlopsInp
             f"speed metrics will not reach {', '.join(args.report_to)}: callbacks given to the Trainer run after its "
             "trackers; use attach(trainer, ThroughputCallback())"
         )
+    if args.n_gpu > 1:
+        lines.append(
+            f"one process drives {args.n_gpu} GPUs by DataParallel: no MFU, and only the first GPU's utilisation; "
+            f"start it with accelerate launch --num_processes {args.n_gpu}, which is faster as well"
+        )
+        return tuple(lines)
     if args.device.type == "cuda" and inputs.peak_tflops is None:
         name = torch.cuda.get_device_name(args.device)
         lines.append(f"no MFU: the dense peak of {name!r} is not known; pass peak_tflops=")

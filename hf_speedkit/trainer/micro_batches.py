@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -90,18 +91,21 @@ class MicroBatchCounter:
             window: sliding window whose pairs are to be counted.
         """
         rule = LabelRule.of(model, window)
+        one_at_a_time = threading.Lock()  # DataParallel calls its replicas in threads
 
         def look(module: torch.nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
             counts = keywords.get(TOKEN_COUNTS_KEY)
             if counting() and module.training and torch.is_grad_enabled() and not self._told:
-                self._see(arguments, keywords, counts, rule)
+                with one_at_a_time:
+                    self._see(arguments, keywords, counts, rule)
             if counts is None:
                 return None
             return arguments, {key: value for key, value in keywords.items() if key != TOKEN_COUNTS_KEY}
 
         def look_at_loss(module: torch.nn.Module, arguments: tuple[Any, ...], outputs: Any) -> None:
             if counting() and module.training and torch.is_grad_enabled() and isinstance(outputs, Mapping):
-                self.current.look_at_loss(outputs.get("loss"))
+                with one_at_a_time:
+                    self.current.look_at_loss(outputs.get("loss"))
 
         # Left out of torch.compile: it changes Python state, which a compiled graph must not capture.
         disable: Any = torch.compiler.disable

@@ -66,7 +66,8 @@ class Observation:
         self.micro_batches += 1
         self.tokens = self.tokens + counts
         for name, value in (on_device or {}).items():
-            self.on_device[name] = self.on_device[name] + value if name in self.on_device else value
+            before = self.on_device.get(name)  # of another device where DataParallel has cut the batch
+            self.on_device[name] = value if before is None else before + value.to(before.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

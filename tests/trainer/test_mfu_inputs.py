@@ -14,7 +14,14 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_speedkit.core.flops import LAYER_PARTS, model_flops
 from hf_speedkit.core.records import TokenCounts
-from hf_speedkit.trainer.mfu_inputs import RecomputedFlops, decoder_layers, flops_of, is_checkpointed
+from hf_speedkit.trainer.mfu_inputs import (
+    FlopsInputs,
+    RecomputedFlops,
+    decoder_layers,
+    flops_of,
+    is_checkpointed,
+    missing_notices,
+)
 
 TOKENS = 12
 COUNTS = TokenCounts(slots=TOKENS, real=TOKENS, target=5, documents=1, squared_lengths=TOKENS**2)
@@ -169,3 +176,11 @@ def test_only_the_adapters_of_checkpointed_layers_are_counted():
     one_layer = 2 * (32 * 2 + 2 * 64) + 2 * (32 * 2 + 2 * 32)  # of query and value
     assert flops_of(model).adapter_per_token == 4 * one_layer
     assert flops_of(model, layers=[0, 2]).adapter_per_token == 2 * one_layer
+
+
+def test_several_gpus_in_one_process_have_no_mfu_and_are_told_how_to_start():
+    args = SimpleNamespace(n_gpu=2, report_to=["wandb"], device=torch.device("cpu"))
+    found = FlopsInputs().completed(args, tiny())
+    assert found == FlopsInputs()  # FLOPs of all devices over one device's peak would be twice too much
+    (line,) = missing_notices(args, attached=True, inputs=found)
+    assert "accelerate launch --num_processes 2" in line

@@ -1,5 +1,7 @@
 """Counting a batch from the model's inputs, family by family."""
 
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -119,6 +121,21 @@ def test_positions_that_start_again_at_0_tell_the_documents(positions, documents
     tokens = counted({"input_ids": ids(*shape), "position_ids": torch.tensor(positions)}, LabelRule(window=2))
     assert (tokens.slots, tokens.real) == (6, 6)
     assert (tokens.documents, tokens.squared_lengths, tokens.window_pairs) == (documents, squared, pairs)
+
+
+def test_replicas_that_run_in_threads_lose_no_count(monkeypatch):
+    model, counter = tiny_llama(), MicroBatchCounter()
+    counter.watch(model, counting=lambda: True)
+    add = TokenCounts.__add__
+    monkeypatch.setattr(TokenCounts, "__add__", lambda one, other: time.sleep(0.02) or add(one, other))
+    replicas = [
+        threading.Thread(target=lambda: model(**pad(documents((4, 3))))) for _ in range(2)
+    ]  # DataParallel's way
+    for replica in replicas:
+        replica.start()
+    for replica in replicas:
+        replica.join()
+    assert counter.current.tokens.slots == 16
 
 
 @pytest.mark.parametrize(
