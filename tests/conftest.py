@@ -1,11 +1,14 @@
 """Fixtures for every test."""
 
+import os
 import socket
 import warnings
 from contextlib import suppress
 from importlib import import_module
 
 import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it once, when the first test module imports it
 
 # pytest makes errors of warnings while it collects, and a package whose import fails then is absent for transformers
 # from there on: on a GPU machine every kernel would be the fallback.
@@ -27,7 +30,6 @@ def _no_network_and_no_trackers(monkeypatch):
     """Tests never leave the machine, and no tracker or token of the developer is used."""
     for name in ("WANDB_API_KEY", "HF_TOKEN"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("WANDB_MODE", "offline")
 
 

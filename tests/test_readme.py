@@ -1,8 +1,10 @@
 """Every command and every snippet of the README runs."""
 
+import contextlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +24,18 @@ BIN = Path(sys.executable).parent
 def run(command, **changes):
     env = {**os.environ, "TQDM_DISABLE": "1", "PATH": f"{BIN}:{os.environ['PATH']}", **changes}
     return subprocess.run(command, shell=True, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+
+
+def command_line(line):
+    """The same for our own command, in this process: a new one imports torch for seconds, and finds nothing else."""
+    from typer.testing import CliRunner
+
+    from hf_speedkit.cli.main import app
+
+    name, *words = shlex.split(line)
+    assert name == "hf-speedkit"
+    with contextlib.chdir(ROOT):
+        return CliRunner().invoke(app, words, catch_exceptions=False)
 
 
 def make_demo(tmp_path):
@@ -67,57 +81,57 @@ def doctor(tmp_path):
     from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
     # The hub cannot be reached: what is said of the name, and the same of a config on disk.
-    done = run("hf-speedkit doctor Qwen/Qwen3.8-27B", HF_HUB_OFFLINE="1")
-    assert done.returncode == 2
+    done = command_line("hf-speedkit doctor Qwen/Qwen3.8-27B")
+    assert done.exit_code == 2
     Qwen3_5TextConfig().save_pretrained(tmp_path)
-    done = run(f"hf-speedkit doctor {tmp_path}")
-    assert done.returncode == 1
+    done = command_line(f"hf-speedkit doctor {tmp_path}")
+    assert done.exit_code == 1
     assert "flash-linear-attention" in done.stdout
 
 
 def plan_memory(tmp_path):
     from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
-    assert run("hf-speedkit plan Qwen/Qwen3.8-27B --gpus 2 --gpu h200", HF_HUB_OFFLINE="1").returncode == 2
+    assert command_line("hf-speedkit plan Qwen/Qwen3.8-27B --gpus 2 --gpu h200").exit_code == 2
     Qwen3_5TextConfig(num_hidden_layers=4).save_pretrained(tmp_path)
-    done = run(f"hf-speedkit plan {tmp_path} --gpus 2 --gpu h200")
-    assert done.returncode == 0, done.stderr
+    done = command_line(f"hf-speedkit plan {tmp_path} --gpus 2 --gpu h200")
+    assert done.exit_code == 0, done.output
     assert ", 2 x H200, pure bf16: " in done.stdout
 
 
 def plan(tmp_path):
     command = next(c for c in COMMANDS if c.startswith("hf-speedkit plan") and "ultrachat" in c)
-    assert run(command, HF_HUB_OFFLINE="1").returncode == 2
+    assert command_line(command).exit_code == 2
     (tmp_path / "lengths.json").write_text(json.dumps([900, 1200, 300, 2500] * 50))
-    done = run(f"hf-speedkit plan --lengths {tmp_path}/lengths.json --tokens-per-batch 8192")
-    assert done.returncode == 0, done.stderr
+    done = command_line(f"hf-speedkit plan --lengths {tmp_path}/lengths.json --tokens-per-batch 8192")
+    assert done.exit_code == 0, done.output
     assert "200 documents" in done.stdout
 
 
 def recipe(tmp_path):
-    done = run(f"hf-speedkit recipe qwen27b_sft --output {tmp_path}/job")
-    assert done.returncode == 0, done.stderr
+    done = command_line(f"hf-speedkit recipe qwen27b_sft --output {tmp_path}/job")
+    assert done.exit_code == 0, done.output
     assert (tmp_path / "job" / "recipes" / "qwen27b_sft.py").is_file()
 
 
 def trace(tmp_path):
     # tests/trainer/test_sft.py makes such a file; here one that was written by hand.
-    assert run("hf-speedkit trace tests/data/trace_two_streams.json").returncode in (0, 1)
-    assert run("hf-speedkit trace runs/mine/traces/no_such_trace.json.gz").returncode == 2
+    assert command_line("hf-speedkit trace tests/data/trace_two_streams.json").exit_code in (0, 1)
+    assert command_line("hf-speedkit trace runs/mine/traces/no_such_trace.json.gz").exit_code == 2
 
 
 def report(tmp_path):
     step_logs.write(tmp_path / "run", step_logs.run())  # what a training leaves there; the demo above is one
-    done = run(f"hf-speedkit report {tmp_path}/run --out {tmp_path}/report.html")
-    assert done.returncode == 0, done.stderr
+    done = command_line(f"hf-speedkit report {tmp_path}/run --out {tmp_path}/report.html")
+    assert done.exit_code == 0, done.output
     assert "real tokens" in (tmp_path / "report.html").read_text()
-    assert run("hf-speedkit report runs/no_such_run").returncode != 0
+    assert command_line("hf-speedkit report runs/no_such_run").exit_code != 0
 
 
 def bench(tmp_path):
     # On this machine the job refuses to start, and the bench shows why; tests/cli/test_bench.py measures one.
     command = next(command for command in COMMANDS if command.startswith("hf-speedkit bench"))
-    done = run(f"{command} --out {tmp_path}", CUDA_VISIBLE_DEVICES="")
+    done = run(f"{command} --repetitions 1 --out {tmp_path}", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 1
     assert "recipes/tiny_sft.yaml" in done.stderr
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from rank_processes import start_ranks
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -172,7 +172,7 @@ def _norms(rank, results):
 
 @pytest.mark.two_process
 def test_sharded_and_replicated_gradients_count_once(tmp_path):
-    mp.start_processes(_norms, args=(str(tmp_path),), nprocs=2, start_method="spawn")
+    start_ranks(_norms, str(tmp_path))
     full = [torch.arange(1.0, 13.0).view(6, 2), torch.tensor([3.0])]
     full.append(full[0])
     parameters = [torch.nn.Parameter(torch.zeros_like(value)) for value in full]

@@ -6,8 +6,8 @@ import types
 from contextlib import nullcontext
 
 import pytest
-import torch.multiprocessing as mp
 from kernel_models import tiny_model
+from rank_processes import rank_queue, start_ranks
 
 from hf_speedkit.core.errors import SpeedkitError
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
@@ -88,9 +88,9 @@ def first_step(rank):
 @pytest.mark.two_process
 def test_kernels_refused_on_one_rank_stop_both_at_once_with_the_command(free_port, tmp_path):
     tiny_model("qwen3_5").config.save_pretrained(tmp_path)
-    queue = mp.get_context("spawn").SimpleQueue()
+    queue = rank_queue()
     began = time.monotonic()
-    mp.start_processes(run, args=(free_port, queue, str(tmp_path)), nprocs=2, start_method="spawn")
+    start_ranks(run, free_port, queue, str(tmp_path))
     assert time.monotonic() - began < 150  # imports of two processes on a busy machine; a hang would take 30 minutes
     said = {}
     while not queue.empty():

@@ -3,14 +3,18 @@
 import ast
 import json
 import os
+import runpy
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import qwen27b_sft as recipe
 import yaml
+from rank_processes import start_ranks
+from torch.multiprocessing import ProcessExitedException
 
 from hf_speedkit.core.errors import ConfigurationError
 
@@ -183,20 +187,36 @@ def test_trl_is_not_imported_before_the_hardware_check():
 @pytest.mark.slow
 def test_the_tiny_job_learns_and_its_table_says_what_happened(tmp_path):
     out = tmp_path / "run"
-    job = ("--config", str(TINY), "--max_steps", "6", "--conversations", "40", "--output_dir", str(out))
+    job = ("--config", str(TINY), "--max_steps", "4", "--conversations", "40", "--output_dir", str(out))
     ended = launch(*job, launch_config="cpu.yaml")
     assert ended.returncode == 0, ended.stderr[-3000:]
-    assert "12,288 slots" in ended.stdout  # 6 steps of 1,024 on each of two processes
+    assert "8,192 slots" in ended.stdout  # 4 steps of 1,024 on each of two processes
     for line in ("packing efficiency", "2-D padding", "real tokens / s", "step time", "isolation", "kernels FALLBACK"):
         assert line in ended.stdout
     assert (out / "model.safetensors").exists()
     lines = [json.loads(line) for line in (out / "speedkit_steps.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, 7))
-    again = launch("--config", str(TINY), "--output_dir", str(out), launcher=False)
-    assert again.returncode == 2
-    assert "already holds a run" in again.stderr
-    resumed = ("--save_strategy", "steps", "--save_steps", "1", "--allow_existing_output", "--output_dir", str(out))
-    for steps, more in (("1", ()), ("2", ("--resume_from_checkpoint", "true"))):
-        ended = launch("--config", str(TINY), "--max_steps", steps, *resumed, *more, launcher=False)
-        assert ended.returncode == 0, ended.stderr[-3000:]
-    assert "in 1 step" in ended.stdout
+    assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, 5))
+    again = ("--config", str(TINY), "--conversations", "40", "--output_dir", str(out))
+    assert "already holds a run" in in_a_process(tmp_path, *again, code=2)
+    saved = (*again, "--save_strategy", "steps", "--save_steps", "1", "--allow_existing_output")
+    in_a_process(tmp_path, *saved, "--max_steps", "1")
+    said = in_a_process(tmp_path, *saved, "--max_steps", "2", "--resume_from_checkpoint", "true")
+    assert "in 1 step" in said
+
+
+def in_a_process(path, *arguments, code=0):
+    """What the script says in a process that has torch and trl already."""
+    said = path / "said"
+    with pytest.raises(ProcessExitedException, match=f"exit code {code}") if code else nullcontext():
+        start_ranks(run_script, arguments, said, ranks=1)
+    return said.read_text()
+
+
+def run_script(rank, arguments, said):
+    with said.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        sys.argv = [str(SCRIPT), *arguments]
+        os.environ.update(TQDM_DISABLE="1", COLUMNS="110")
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+        sys.stdout.flush()

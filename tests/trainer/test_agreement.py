@@ -4,7 +4,7 @@ import os
 import time
 
 import pytest
-import torch.multiprocessing as mp
+from rank_processes import rank_queue, start_ranks
 
 from hf_speedkit.core.errors import PackingError, SpeedkitError
 from hf_speedkit.trainer.agreement import agree, say_once
@@ -30,10 +30,9 @@ def run(rank, port, queue):
 
 @pytest.mark.two_process
 def test_a_failure_on_one_rank_is_raised_on_all(free_port):
-    context = mp.get_context("spawn")
-    queue = context.SimpleQueue()
+    queue = rank_queue()
     began = time.monotonic()
-    mp.start_processes(run, args=(free_port, queue), nprocs=2, start_method="spawn")
+    start_ranks(run, free_port, queue)
     assert time.monotonic() - began < 60
     said = {}
     while not queue.empty():

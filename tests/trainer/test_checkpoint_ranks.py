@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from checkpoint_run import STEPS, adapted, build, losses, rank_main
+from rank_processes import start_ranks
 from support import tiny_hybrid, tiny_llama
 from test_sft import Recorder
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -26,7 +27,7 @@ def stopped(tmp_path_factory):
         port = free.getsockname()[1]
     path.mkdir()
     with pytest.raises(mp.ProcessExitedException, match="SIGKILL"):  # its last act, in `killed`
-        mp.start_processes(rank_main, args=(port, str(path), "told_to_stop"), nprocs=2, start_method="spawn")
+        start_ranks(rank_main, port, str(path), "told_to_stop")
     return path, [json.loads((path / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

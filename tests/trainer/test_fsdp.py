@@ -11,9 +11,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from filelock import FileLock
 from fsdp_run import LOOKED_AT, STEPS, Forwards, lone_head, losses, rank_main, refused, trained
+from rank_processes import start_ranks
 from support import tiny_hybrid, tiny_llama
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -38,7 +38,7 @@ def folder(tmp_path_factory, worker_id):
                 free.bind(("127.0.0.1", 0))
                 port = free.getsockname()[1]
             began = time.monotonic()
-            mp.start_processes(rank_main, args=(port, str(path)), nprocs=2, start_method="spawn")
+            start_ranks(rank_main, port, str(path))
             assert time.monotonic() - began < 200
     return path
 

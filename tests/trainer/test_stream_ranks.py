@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from rank_processes import start_ranks
 from stream_run import EVAL, LONG, SHORT, STEP, make, rank_main
 from support import tiny_hybrid, tokenized
 from test_gradients import one_at_a_time, relative_error
@@ -22,7 +22,7 @@ def ranks(tmp_path_factory):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     began = time.monotonic()
-    mp.start_processes(rank_main, args=(port, str(path)), nprocs=2, start_method="spawn")
+    start_ranks(rank_main, port, str(path))
     assert time.monotonic() - began < 240  # no rank waits for another one for good
     return [json.loads((path / f"rank{rank}.json").read_text()) for rank in range(2)]
 

@@ -7,8 +7,8 @@ import time
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from plain_trainer import LENGTHS, documents, make_trainer, training_rows
+from rank_processes import rank_queue, start_ranks
 from transformers import Trainer
 from wandb_file import history
 
@@ -132,8 +132,8 @@ def found(tmp_path_factory):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     directory = tmp_path_factory.mktemp("ranks")
-    queue = mp.get_context("spawn").SimpleQueue()
-    mp.start_processes(train, args=(port, str(directory), queue), nprocs=RANKS, start_method="spawn")
+    queue = rank_queue()
+    start_ranks(train, port, str(directory), queue, ranks=RANKS)
     said = {}
     while not queue.empty():
         report = queue.get()

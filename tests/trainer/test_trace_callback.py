@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from plain_trainer import documents, make_trainer
+from rank_processes import start_ranks
 from torch.profiler import profile
 from transformers import Trainer, TrainerCallback
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -225,7 +225,7 @@ def test_v77_ranks_write_files_of_their_own_and_a_later_run_overwrites_nothing(t
 def test_v77_two_ranks_in_all_rank_mode_leave_two_readable_files(tmp_path, free_port):
     from trace_two_ranks import rank_main
 
-    mp.start_processes(rank_main, args=(free_port, str(tmp_path)), nprocs=2, start_method="spawn")
+    start_ranks(rank_main, free_port, str(tmp_path))
     summaries = [summarize_trace(tmp_path / f"trace_rank{rank}_step3.json.gz") for rank in range(2)]
     assert [(summary.rank, summary.world_size) for summary in summaries] == [(0, 2), (1, 2)]
     assert all(len(summary.full_steps) == 1 for summary in summaries)

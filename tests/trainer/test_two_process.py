@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-import torch.multiprocessing as mp
+from rank_processes import start_ranks
 from two_process_run import LENGTHS, build, rank_main
 
 pytestmark = pytest.mark.two_process
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.two_process
 
 def run_two(tmp_path, port, **options):
     began = time.monotonic()
-    mp.start_processes(rank_main, args=(port, str(tmp_path), options), nprocs=2, start_method="spawn")
+    start_ranks(rank_main, port, str(tmp_path), options)
     assert time.monotonic() - began < 60
     return [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
 
