@@ -70,6 +70,7 @@ class SafeCheckpoints(StreamedBatches):
                 agree(partial(check_kind, Path(checkpoint), fsdp=self.is_fsdp_enabled))
                 agree(partial(refuse_weights_alone, Path(checkpoint)))
             self.resume_stream(checkpoint)
+            held.callback(self.release_rows)
             # Without checkpoints there is nothing to write when a signal comes: it ends the process as ever.
             with self.stop_signal.installed(saves):
                 return super().train(checkpoint, *args, **kwargs)

@@ -78,6 +78,14 @@ class StreamedBatches(DeviceMetrics):
         self._stream_state = states[-1]
         return batches, targets
 
+    def release_rows(self) -> None:
+        """Let go of the iterator that training drew from, so that its worker leaves.
+
+        Where the garbage collector frees it together with the trainer, it closes the worker's queue first, and torch
+        then waits 5 s for a worker that cannot hear it.
+        """
+        self._rows = self._trainers_iterator = None
+
     @staticmethod
     def first_streamed(stream: PackedStream, limit: int) -> list[dict[str, Any]]:
         """Give the first three documents cut to `limit` tokens, for the isolation probe.
