@@ -154,6 +154,18 @@ def read_function(global_name: str, called: object) -> LiveFunction | None:
     return _read_wrapper(global_name, called, cells)
 
 
+def torch_fallback(called: object) -> Callable[..., object] | None:
+    """Transformers' torch function behind what a layer calls, whatever is bound there; None if it is not found."""
+    original = getattr(called, REFERENCE_MARK, None)
+    if original is not None:
+        return torch_fallback(original)
+    if hasattr(type(called), "kernel_layer_name"):
+        own = inspect.getattr_static(type(called), "forward", None)
+        return torch_fallback(_closure(own).get("func"))
+    found = _closure(called).get("torch_function")
+    return found if isinstance(found, FunctionType) else None
+
+
 def _functions_of(forward: FunctionType, owner: type) -> tuple[LiveFunction, ...]:
     namespace = forward.__globals__
     found = (read_function(name, namespace.get(name)) for name in sorted(names_used(forward, owner)))

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
 from hf_speedkit.kernels.compatibility import Stack
-from hf_speedkit.kernels.layout import live_layers
+from hf_speedkit.kernels.layer_probe import LayerOutcome, probe_layer
+from hf_speedkit.kernels.layout import LiveLayer, live_layers
+from hf_speedkit.kernels.model_checks import model_config
 from hf_speedkit.kernels.probe_inputs import Example
 from hf_speedkit.kernels.probe_targets import Target, attention_target, function_target
 from hf_speedkit.kernels.stack import read_stack
@@ -61,9 +63,9 @@ def probe_model(
 ) -> tuple[KernelCheck, ...]:
     """Run what `checks` calls FUSED, and give each such check the verdict it earned.
 
-    Functions without a reference (Mamba, Kimi delta attention) keep their verdict and say that they were not run, and
-    so does torch's own sdpa. On a GPU the row has `tokens_per_batch` slots and the layer's own heads, so that the
-    kernels compiled here are those of step 1.
+    Functions without a reference of ours (Mamba, Kimi delta attention) are held against transformers' torch functions,
+    as parts of their layer (`layer_probe.py`); torch's own sdpa is not run. On a GPU a function's row has
+    `tokens_per_batch` slots and the layer's own heads, so that the kernels compiled here are those of step 1.
 
     Args:
         model: the live model the checks are about; functions run on the device of their layer.
@@ -74,24 +76,80 @@ def probe_model(
     Returns:
         The checks, in the same order.
     """
-    functions = {
-        (layer.kind, f.function): (layer.name, f.called) for layer in live_layers(model) for f in layer.functions
-    }
+    bindings = _bindings(model)
+    layers = _Layers(model=model, dtype=dtype, packed=tokens_per_batch is not None)
     probed = []
     for check in checks:
+        waiting = bindings.get((check.layer, check.function))
+        layer, called = waiting.pop(0) if waiting else (None, None)
         if check.verdict is not KernelVerdict.FUSED:
             probed.append(check)
             continue
         target: Target | None = None
         if check.function == "attention":
             target = attention_target(check, model, dtype, tokens_per_batch)
-        elif (check.layer, check.function) in functions:
-            name, called = functions[check.layer, check.function]
-            target = function_target(check.function, called, model.get_submodule(name), dtype, tokens_per_batch)
+        elif layer is not None and called is not None:
+            module = model.get_submodule(layer.name)
+            target = function_target(check.function, called, module, dtype, tokens_per_batch)
             if target is None:
-                check = replace(check, evidence=f"{check.evidence}; not run: no reference to compare with")
+                check = layers.probed(check, layer, module)
         probed.append(check if target is None else _probed(check, target))
     return tuple(probed)
+
+
+def _bindings(model: nn.Module) -> dict[tuple[str, str], list[tuple[LiveLayer, Callable[..., object]]]]:
+    """What is called for each layer class and function, in the order in which `check_kernels` made its checks.
+
+    More than one where layers of a class are bound to different objects: each is a check of its own, and is run.
+    """
+    found: dict[tuple[str, str], list[tuple[LiveLayer, Callable[..., object]]]] = {}
+    for layer in live_layers(model):
+        for function in layer.functions:
+            waiting = found.setdefault((layer.kind, function.function), [])
+            if all(called is not function.called for _, called in waiting):
+                waiting.append((layer, function.called))
+    return found
+
+
+class _Layers:
+    """Probes layers whose functions have no reference: once a layer, whatever number of functions ask."""
+
+    def __init__(self, *, model: nn.Module, dtype: torch.dtype | None, packed: bool) -> None:
+        self.model = model
+        self.dtype = dtype
+        self.packed = packed
+        self._outcomes: dict[str, LayerOutcome] = {}
+
+    def probed(self, check: KernelCheck, layer: LiveLayer, module: nn.Module) -> KernelCheck:
+        """The check with what running its layer showed."""
+        again = layer.name in self._outcomes
+        outcome = (
+            self._outcomes[layer.name] if again else self._outcomes.setdefault(layer.name, self._run(layer, module))
+        )
+        if outcome.verdict is KernelVerdict.UNVERIFIED:
+            return replace(check, evidence=f"{check.evidence}; not run: {outcome.detail}")
+        where = place(next(module.parameters()).device)
+        if outcome.verdict is not KernelVerdict.FUSED:
+            return replace(
+                check, verdict=outcome.verdict, reason=f"on {where}, as a part of its layer: {outcome.detail}"
+            )
+        evidence = f"{check.evidence}; ran both ways on {where} as a part of its layer, {outcome.detail}"
+        return replace(check, evidence=evidence, first_call_s=None if again else outcome.first_call_s)
+
+    def _run(self, layer: LiveLayer, module: nn.Module) -> LayerOutcome:
+        config = model_config(self.model)
+        weight = next(module.parameters(), None)
+        if config is None or weight is None:
+            return LayerOutcome(verdict=KernelVerdict.UNVERIFIED, detail="the layer has no weights or no config")
+        return probe_layer(
+            layer,
+            module,
+            hidden_size=config.get_text_config().hidden_size,
+            lengths=EDGE_LENGTHS,
+            tolerance=TOLERANCES.get(self.dtype or weight.dtype, TOLERANCES[torch.bfloat16]),
+            dtype=self.dtype,
+            packed=self.packed,
+        )
 
 
 def probe_function(

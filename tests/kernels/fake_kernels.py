@@ -15,7 +15,7 @@ import transformers
 import transformers.models.qwen3_5.modeling_qwen3_5  # now, while no fake is on the path: it binds for good
 from kernel_models import COMMON, DELTA_NET
 
-PACKAGES = ("fla", "causal_conv1d", "liger_kernel")
+PACKAGES = ("fla", "causal_conv1d", "liger_kernel", "mamba_ssm")
 
 # Heavy imports stay inside the functions: importing a fake once more in another process must not cost a torch import.
 RIGHT_RULE = """
