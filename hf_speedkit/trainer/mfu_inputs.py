@@ -119,7 +119,7 @@ def flops_of(model: torch.nn.Module, *, layers: Sequence[int] | None = None) -> 
     if config is None or not hasattr(config, "to_dict"):
         return None
     if all(parameter.requires_grad for parameter in model.parameters()):
-        return model_flops(config.to_dict(), layers=layers)
+        return _with_its_head(model_flops(config.to_dict(), layers=layers), model)
     if not _is_lora(model):
         return None  # some weights are frozen, and which gradients that saves depends on where they are
     parts = [model] if layers is None else [decoder_layers(model)[index] for index in layers]
@@ -133,13 +133,26 @@ def flops_of(model: torch.nn.Module, *, layers: Sequence[int] | None = None) -> 
         # A vector (a norm, a bias, DoRA's magnitudes) is no product, and an embedding's rows are looked up.
         if weight.requires_grad and weight.dim() > 1 and id(weight) not in whole and "lora_embedding_A" not in name
     ]
-    return model_flops(
+    found = model_flops(
         config.to_dict(),
         frozen=True,
         head_trained=bool(_trained_whole(head)),
         adapter_parameters=sum(weight.numel() for weight in maps),
         layers=layers,
     )
+    return _with_its_head(found, model)
+
+
+def _with_its_head(flops: ModelFlops | None, model: Any) -> ModelFlops | None:
+    """With the maps a model has in the place of the one to the vocabulary (a classifier, a reward model)."""
+    find = getattr(model, "get_output_embeddings", None)
+    if flops is None or find is None or find() is not None:
+        return flops
+    if getattr(model, "peft_config", None):
+        return replace(flops, head_per_token=0.0)  # what is trained of it counts as an adapter's map
+    inside = {id(weight) for weight in getattr(model, model.base_model_prefix, model).parameters()}
+    maps = [weight for weight in model.parameters() if weight.dim() > 1 and id(weight) not in inside]
+    return replace(flops, head_per_token=2.0 * sum(weight.numel() for weight in maps))
 
 
 def _is_lora(model: Any) -> bool:

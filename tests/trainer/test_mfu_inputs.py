@@ -10,7 +10,7 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification, Qwen3Model
 
 from hf_speedkit.core.flops import LAYER_PARTS, model_flops
 from hf_speedkit.core.records import TokenCounts
@@ -95,6 +95,15 @@ def test_a_head_that_makes_its_product_again_is_counted_with_and_without_checkpo
     assert RecomputedFlops(model, formula, None)(COUNTS) == head
     model.activation_checkpointing_enable({"use_reentrant": False})
     assert RecomputedFlops(model, formula, None)(COUNTS) == head + flops_of(model).recomputed(COUNTS, LAYER_PARTS)
+
+
+@pytest.mark.parametrize("kind", [Qwen3ForSequenceClassification, Qwen3Model])
+def test_a_head_that_is_not_the_vocabularys_is_counted_as_it_is(kind, monkeypatch):
+    monkeypatch.setattr("hf_speedkit.trainer.mfu_inputs.model_flops", partial(model_flops, causal=False))
+    model = kind(tiny().config)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.arange(TOKENS)[None], use_cache=False)[0].sum().backward()
+    assert counter.get_total_flops() == flops_of(model).training([TOKENS])
 
 
 class Adapter(torch.nn.Module):
