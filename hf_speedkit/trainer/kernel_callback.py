@@ -22,8 +22,9 @@ logger = logging.getLogger(__name__)
 class KernelAssertionCallback(FirstStep):
     """Inspects the prepared model before step 1 and stops all ranks when training would run slow or wrong kernels.
 
-    On a GPU the kernels of the first micro-batch are read as well and must hold those of every fused function; see
-    `FirstStep`.
+    Under a config that packs (TRL's `packing` or `padding_free`) families whose documents would see one another are
+    refused too. On a GPU the kernels of the first micro-batch are read as well and must hold those of every fused
+    function; see `FirstStep`.
 
     Args:
         mode: "strict" raises KernelAssertionError; "warn" logs the same text; "off" does nothing.
@@ -78,12 +79,26 @@ class KernelAssertionCallback(FirstStep):
                 mode=self.mode,
                 requirements=self.requirements,
                 probe=self.probe,
+                tokens_per_batch=packed_slots(args),
                 dtype=activation_dtype(args),
                 liger=getattr(args, "use_liger_kernel", False),
                 say=say,
             )
         except KernelAssertionError as error:
             raise self.own_way_on(error) from None
+
+
+def packed_slots(args: TrainingArguments) -> int | None:
+    """Slots of a row where TRL's SFTTrainer packs documents that must not see one another; None for other rows.
+
+    Its strategy "wrapped" (TRL 1.16) cuts one long text into rows and means documents to run into one another.
+    """
+    packs = getattr(args, "packing", False) and getattr(args, "packing_strategy", "bfd") != "wrapped"
+    if not packs and not getattr(args, "padding_free", False):
+        return None
+    # Without a maximal length nobody knows how long a row gets: then TRL's own default length.
+    length = getattr(args, "max_length", None) or 1024
+    return int(length) * int(args.per_device_train_batch_size)
 
 
 def activation_dtype(args: TrainingArguments) -> torch.dtype | None:

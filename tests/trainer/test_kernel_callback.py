@@ -1,13 +1,16 @@
 import re
+from contextlib import nullcontext
 
 import pytest
 from support import tiny_hybrid, tiny_llama, tokenized
-from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
+from transformers import DataCollatorForSeq2Seq, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from trl import SFTConfig
 
 from hf_speedkit import KernelAssertionCallback, attach
 from hf_speedkit.core.errors import ConfigurationError, KernelAssertionError
 from hf_speedkit.core.records import KernelVerdict
 from hf_speedkit.kernels.requirements import FUNCTIONS
+from hf_speedkit.trainer.kernel_callback import packed_slots
 
 
 def plain_trainer(path, model):
@@ -79,3 +82,27 @@ def test_only_what_is_required_is_refused_and_the_rest_is_warned_about(tmp_path,
 def test_an_unknown_mode_is_refused():
     with pytest.raises(ConfigurationError, match='"strict", "warn" or "off"'):
         KernelAssertionCallback(mode="loose")
+
+
+@pytest.mark.parametrize(
+    ("settings", "slots"),
+    [
+        ({}, None),
+        ({"packing": True}, 2 * 512),
+        ({"packing": True, "packing_strategy": "wrapped"}, None),
+        ({"padding_free": True}, 2 * 512),
+    ],
+    ids=["padded", "packed", "wrapped", "padding_free"],
+)
+def test_v11_a_plain_trainer_that_packs_is_asked_about_packed_rows(tmp_path, settings, slots):
+    """A family that loses its boundaries passed here: the callback did not say that rows are packed."""
+    args = SFTConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, max_length=512, per_device_train_batch_size=2, **settings
+    )
+    assert packed_slots(args) == slots
+    config = LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=8, intermediate_size=8)
+    model = LlamaForCausalLM(config)
+    config.model_type = "opt"  # one of those that leak
+    callback = KernelAssertionCallback(probe=False)
+    with nullcontext() if slots is None else pytest.raises(KernelAssertionError, match="packed_rows   NO_BOUNDARIES"):
+        callback.on_train_begin(args, None, None, model=model)
