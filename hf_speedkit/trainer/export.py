@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
-from hf_speedkit.core.errors import CheckpointError, ConfigurationError
+from hf_speedkit.core.errors import CheckpointError, ConfigurationError, SpeedkitError
 from hf_speedkit.trainer.agreement import agree
 from hf_speedkit.trainer.checkpoint_files import damage, read_manifest
 from hf_speedkit.trainer.checkpoint_folder import require_space
+from hf_speedkit.trainer.resume import reason_of, weights_damage
 from hf_speedkit.trainer.sharded_weights import is_sharded, sharded_tensors
 
 if TYPE_CHECKING:
@@ -144,8 +147,7 @@ def export_checkpoint(checkpoint: Path, output_dir: Path, *, dtype: str = "bfloa
         CheckpointError: damaged, without a config, or the disk is full.
         ConfigurationError: `output_dir` holds something.
     """
-    manifest = read_manifest(checkpoint)
-    problems = [] if manifest is None else damage(checkpoint, manifest)
+    problems = _damage(checkpoint)
     if problems:
         raise CheckpointError(
             f"{str(checkpoint)!r} is damaged", evidence=tuple(problems[:5]), mend="export another checkpoint"
@@ -168,18 +170,60 @@ def export_checkpoint(checkpoint: Path, output_dir: Path, *, dtype: str = "bfloa
     return sum(path.stat().st_size for path in output_dir.glob("*.safetensors"))
 
 
+def _damage(checkpoint: Path) -> list[str]:
+    try:
+        manifest = read_manifest(checkpoint)
+    except (ValueError, OSError) as error:
+        return [f"its manifest cannot be read: {error}"]
+    return weights_damage(checkpoint) if manifest is None else damage(checkpoint, manifest)
+
+
+@contextmanager
+def _reading(checkpoint: Path) -> Iterator[None]:
+    """Errors of whoever reads a checkpoint as one that says which it was."""
+    try:
+        yield
+    except SpeedkitError:
+        raise
+    except (CheckpointException, OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{str(checkpoint)!r} cannot be read",
+            evidence=(f"{type(error).__name__}: {reason_of(error)}",),
+            mend="export another checkpoint, or mend what is named",
+        ) from error
+
+
+def _refuse_other_config(model: torch.nn.Module, state: Mapping[str, torch.Tensor], checkpoint: Path) -> None:
+    missing = [name for name, _ in _exported(model) if name not in state]
+    unknown = [name for name in state if name not in model.state_dict()]
+    if missing or unknown:
+        raise CheckpointError(
+            f"config.json in {str(checkpoint)!r} describes another model than the one whose weights are there",
+            evidence=tuple(
+                f"{len(names)} weights {what}, such as {names[0]}"
+                for names, what in ((missing, "are missing"), (unknown, "have no place"))
+                if names
+            ),
+            mend="copy config.json of the model that was trained into it",
+        )
+
+
 def _export_model(checkpoint: Path, output_dir: Path, dtype: torch.dtype) -> None:
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(checkpoint)
+    with _reading(checkpoint):
+        config = transformers.AutoConfig.from_pretrained(checkpoint)
     kind = getattr(transformers, (config.architectures or ["?"])[0], transformers.AutoModelForCausalLM)
     if is_sharded(checkpoint):
         # transformers writes it, from a model without memory: names, tied weights and parts are its business.
         with torch.device("meta"):
             model = kind._from_config(config) if hasattr(kind, "_from_config") else kind.from_config(config)
-        state = dict(sharded_tensors(checkpoint, dtype))
+        with _reading(checkpoint):
+            state = dict(sharded_tensors(checkpoint, dtype))
+        _refuse_other_config(model, state, checkpoint)
     else:
-        model = kind.from_pretrained(checkpoint, dtype="auto")
+        with _reading(checkpoint):
+            model = kind.from_pretrained(checkpoint, dtype="auto")
         state = {name: export_tensor(name, tensor, dtype) for name, tensor in _exported(model)}
     size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
     require_space(output_dir, size, what="the model")
@@ -192,7 +236,8 @@ def _export_adapters(checkpoint: Path, output_dir: Path) -> None:
 
     output_dir.mkdir(parents=True, exist_ok=True)
     if is_sharded(checkpoint):
-        state = {name: tensor.contiguous() for name, tensor in sharded_tensors(checkpoint, None)}
+        with _reading(checkpoint):
+            state = {name: tensor.contiguous() for name, tensor in sharded_tensors(checkpoint, None)}
         save_file(state, output_dir / "adapter_model.safetensors", metadata={"format": "pt"})
     else:
         shutil.copy(checkpoint / "adapter_model.safetensors", output_dir)

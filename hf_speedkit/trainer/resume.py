@@ -130,19 +130,25 @@ def visible_damage(path: Path) -> list[str]:
             raise ValueError("it holds no state")
     except (ValueError, OSError) as error:
         return [f"trainer_state.json cannot be read, so the save did not end: {error}"]
-    problems = _unpaired_optimizer(path)
-    for folder in (path / WEIGHTS_FOLDER, path / OPTIMIZER_FOLDER):
-        if folder.is_dir():
-            problems += _sharded_damage(folder)
-    present = [name for name in _WEIGHTS if (path / name).is_file()]
-    # A kind of adapter may lie in a folder of its own.
-    if not present and not (path / WEIGHTS_FOLDER).is_dir() and not list(path.glob("*/adapter_model.*")):
-        problems.append("it holds no weights")
-    for name in present:
-        problems += _index_damage(path / name) if name.endswith(".json") else _safetensors_damage(path / name)
+    problems = _unpaired_optimizer(path) + weights_damage(path)
+    if (path / OPTIMIZER_FOLDER).is_dir():
+        problems += _sharded_damage(path / OPTIMIZER_FOLDER)
     # What torch.save writes is a zip archive, whose directory comes last.
     saved = [file for file in sorted(path.iterdir()) if _TORCH_FILE.fullmatch(file.name)]
     return problems + [f"{file.name} ends early" for file in saved if not zipfile.is_zipfile(file)]
+
+
+def weights_damage(path: Path) -> list[str]:
+    """What can be seen to be wrong with the weights of a checkpoint, without reading a tensor."""
+    sharded = (path / WEIGHTS_FOLDER).is_dir()
+    problems = _sharded_damage(path / WEIGHTS_FOLDER) if sharded else []
+    present = [name for name in _WEIGHTS if (path / name).is_file()]
+    # A kind of adapter may lie in a folder of its own.
+    if not present and not sharded and not list(path.glob("*/adapter_model.*")):
+        problems.append("it holds no weights")
+    for name in present:
+        problems += _index_damage(path / name) if name.endswith(".json") else _safetensors_damage(path / name)
+    return problems
 
 
 def _unpaired_optimizer(path: Path) -> list[str]:
@@ -257,13 +263,13 @@ def loading_optimizer(optimizer: Any, checkpoint: str | Path | None) -> Iterator
     except (KeyError, ValueError, CheckpointException) as error:
         raise ConfigurationError(
             f"the optimizer state of {checkpoint} does not fit this run",
-            evidence=(f"{type(inner).__name__}: {_reason(error)}",),
+            evidence=(f"{type(inner).__name__}: {reason_of(error)}",),
             mend="resume with the model, adapters and optim of the saved run",
             regardless=f"start a new run from its weights: model_name_or_path={checkpoint}",
         ) from error
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """What went wrong, without torch's tracebacks of every rank."""
     failures = getattr(error, "failures", {})
     cause = next(iter(failures.values()))[0] if failures else error

@@ -4,11 +4,15 @@ import json
 import os
 
 import pytest
+import torch
 from checkpoint_export import whole_checkpoint
+from support import tiny_llama
+from torch.distributed.checkpoint import save
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_speedkit.cli.main import app
+from hf_speedkit.trainer.resume import WEIGHTS_FOLDER
 
 
 def run(*arguments):
@@ -34,9 +38,10 @@ def test_a_checkpoint_becomes_a_model_in_the_asked_type(checkpoint, tmp_path):
     ("harm", "said"),
     [
         (lambda c: os.truncate(c / "model.safetensors", 99), "is damaged"),
+        (lambda c: (c / "speedkit_manifest.json").write_text("{"), "its manifest cannot be read"),
         (lambda c: [path.unlink() for path in (c / "config.json", c / "speedkit_manifest.json")], "no config.json"),
     ],
-    ids=["damaged", "no config"],
+    ids=["damaged", "manifest cut", "no config"],
 )
 def test_a_bad_checkpoint_ends_with_1_and_a_way_on(checkpoint, tmp_path, harm, said):
     harm(checkpoint)
@@ -44,6 +49,45 @@ def test_a_bad_checkpoint_ends_with_1_and_a_way_on(checkpoint, tmp_path, harm, s
     assert ended.exit_code == 1
     assert said in ended.stderr
     assert "Mend it:" in ended.stderr
+
+
+def of_three_layers(checkpoint):
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 3}))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda c: os.truncate(c / WEIGHTS_FOLDER / "__0_0.distcp", 999), "__0_0.distcp ends before its last tensor"),
+        (lambda c: fill(c / WEIGHTS_FOLDER / "__0_0.distcp"), "cannot be read"),
+        (lambda c: (c / "config.json").write_text("{"), "cannot be read"),
+        (of_three_layers, "describes another model"),
+        (None, None),
+    ],
+    ids=["cut", "overwritten", "config cut", "another config", "good"],
+)
+def test_a_sharded_checkpoint_without_a_manifest_is_exported_or_named(tmp_path, harm, said):
+    checkpoint, model = tmp_path / "checkpoint-4", tiny_llama()
+    save({"model": model.state_dict()}, checkpoint_id=checkpoint / WEIGHTS_FOLDER, no_dist=True)
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.save_pretrained(checkpoint)
+    if harm is not None:
+        harm(checkpoint)
+    ended = run(checkpoint, tmp_path / "out", "--dtype", "float32")
+    if said is not None:
+        assert ended.exit_code == 1, ended.exception
+        assert said in ended.stderr
+        assert "Mend it:" in ended.stderr
+        return
+    assert ended.exit_code == 0, ended.output
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(exported[name], value) for name, value in model.state_dict().items())
+
+
+def fill(path):
+    path.write_bytes(b"0" * path.stat().st_size)
 
 
 def test_a_folder_with_something_in_it_is_not_written_into(checkpoint, tmp_path):
