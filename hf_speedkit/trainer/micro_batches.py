@@ -21,6 +21,10 @@ from hf_speedkit.trainer.observation import (
 )
 from hf_speedkit.trainer.repeated_rows import NewRows, count_new_rows
 
+MOST_UNREAD = 1000
+"""Finished steps that are read at the latest, where nothing is logged for so long: each keeps some 2.5 kB of the
+device's memory (five scalars of 512 B, the least an allocation takes)."""
+
 _UNKNOWN = TokenCounts(slots=0, real=None, target=None, documents=None)
 
 
@@ -138,6 +142,8 @@ class MicroBatchCounter:
             self.current.add(_UNKNOWN)  # no one saw a batch: unknown, not zero
             self.current.micro_batches = 0
         self._waiting.append((number, self.current))
+        if len(self._waiting) >= MOST_UNREAD:
+            self.peek()  # waits for the device, once in so many steps
         self.current = Observation()
 
     def peek(self) -> list[tuple[int, CountedStep]]:

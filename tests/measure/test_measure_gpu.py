@@ -13,6 +13,7 @@ from hf_speedkit.measure.gpu_sampler import GpuSampler
 from hf_speedkit.measure.launches import LaunchCounter
 from hf_speedkit.measure.step_clock import StepClock, device_timer
 from hf_speedkit.trainer.observation import GradientProbe, LabelRule, Observation, count_batch
+from hf_speedkit.trainer.repeated_rows import count_new_rows
 
 # Packages that only GPU machines have warn of their own things, and torch of its sync debug mode.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(580)]
@@ -62,6 +63,8 @@ def test_v62_what_runs_in_every_step_waits_for_nothing(matrix):
         "labels": torch.ones(2, 64, dtype=torch.int64, device="cuda"),
     }
     packed = {**batch, "cu_seq_lens_q": torch.tensor([0, 64, 128], dtype=torch.int32, device="cuda")}
+    flattened = {name: batch[name] for name in ("input_ids", "labels")}
+    flattened["position_ids"] = torch.arange(64, device="cuda").expand(2, 64)
     model = torch.nn.Linear(8, 8, device="cuda")
     model(torch.ones(1, 8, device="cuda")).sum().backward()
     clock, probe = StepClock(device=device_timer("cuda")), GradientProbe()
@@ -71,9 +74,11 @@ def test_v62_what_runs_in_every_step_waits_for_nothing(matrix):
         clock.begin_step()
         count_batch((), batch, LabelRule())
         count_batch((), packed, LabelRule(window=16))
+        count_batch((), flattened, LabelRule(window=16))
+        count_new_rows((), batch, LabelRule(), lambda rows: 1)
         observation = Observation()
         observation.look_at_gradient(probe.smallest(model))
-        observation.look_at_gradient(torch.ones((), device="cuda"))
+        observation.look_at_loss(torch.ones((), device="cuda"))
         clock.end_step()
 
     one_step()  # CUDA loads a kernel when it is first used, which takes milliseconds and waits

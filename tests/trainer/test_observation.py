@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from hf_speedkit.core.records import TokenCounts
-from hf_speedkit.trainer.micro_batches import MicroBatchCounter, counts_its_batch
+from hf_speedkit.trainer.micro_batches import MOST_UNREAD, MicroBatchCounter, counts_its_batch
 from hf_speedkit.trainer.observation import GradientProbe, LabelRule, Observation, count_batch, read
 from hf_speedkit.trainer.repeated_rows import count_new_rows
 
@@ -121,6 +121,16 @@ def test_positions_that_start_again_at_0_tell_the_documents(positions, documents
     tokens = counted({"input_ids": ids(*shape), "position_ids": torch.tensor(positions)}, LabelRule(window=2))
     assert (tokens.slots, tokens.real) == (6, 6)
     assert (tokens.documents, tokens.squared_lengths, tokens.window_pairs) == (documents, squared, pairs)
+
+
+def test_steps_that_nobody_logs_do_not_fill_the_devices_memory():
+    counter = MicroBatchCounter()
+    for number in range(2 * MOST_UNREAD + 1):
+        counter.current.look_at_loss(torch.ones(()))
+        counter.end_step(number, excluded=None)
+        assert len(counter._waiting) < MOST_UNREAD
+    assert counter.steps_waiting == 2 * MOST_UNREAD + 1
+    assert [number for number, _ in counter.take()] == list(range(2 * MOST_UNREAD + 1))
 
 
 def test_replicas_that_run_in_threads_lose_no_count(monkeypatch):
