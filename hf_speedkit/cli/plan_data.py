@@ -227,12 +227,8 @@ def _tokenizer(model: str) -> Any:
 
 
 def _findings(loaded: Any, tokenizer: Any, template_arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    from hf_speedkit.trainer.conversation_checks import (
-        conversations_of,
-        refuse_foreign_roles,
-        refuse_missing_template,
-        refuse_reasoning_line,
-    )
+    from hf_speedkit.trainer.conversation_checks import conversations_of, refuse_reasoning_line
+    from hf_speedkit.trainer.conversation_refusals import refuse_foreign_roles, refuse_missing_template
 
     def render(messages: Any, **arguments: Any) -> str:
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, **arguments)

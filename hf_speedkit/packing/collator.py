@@ -14,6 +14,7 @@ from hf_speedkit.core.errors import PackingError
 from hf_speedkit.core.flops import pairs_in_window
 from hf_speedkit.core.records import TokenCounts
 from hf_speedkit.packing.boundaries import IGNORE_INDEX
+from hf_speedkit.packing.row_rules import PACKED_COLUMNS, refuse_packed_rows, refuse_row
 
 _Ints = npt.NDArray[np.int64]
 
@@ -36,6 +37,8 @@ class PackedCollator:
         first_position: position of every document's first token (some models do not count from 0).
         target_positions: also say which slots precede a target, for a model with `trainer.loss_head`.
         sliding_window: the model's, for counting the pairs inside it (FLOPs); None where it has none.
+        vocabulary: rows of the model's embedding, where the ids of each row are to be looked at (20 us for 8,192
+            slots); None where they were looked at before. On a GPU an unknown id ends in a device-side assert.
 
     Raises:
         PackingError: a setting that cannot work; on a call, rows that do not fit or that are not documents.
@@ -47,6 +50,7 @@ class PackedCollator:
     first_position: int = field(default=0, kw_only=True)
     target_positions: bool = field(default=False, kw_only=True)
     sliding_window: int | None = field(default=None, kw_only=True)
+    vocabulary: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not _is_int(self.pad_token_id) or self.pad_token_id < 0:
@@ -98,8 +102,8 @@ class PackedCollator:
                     mend="give each token a label, -100 where it is no target; do not shift them",
                 )
             row_lengths = _document_lengths(row, len(row_tokens))
-            _refuse_masked(row)
-            _refuse_other_positions(row, row_lengths, self.first_position)
+            refuse_packed_rows(name for name in PACKED_COLUMNS[1:] if isinstance(row.get(name), (list, np.ndarray)))
+            refuse_row(row, row_lengths, self.first_position)
             tokens.append(row_tokens)
             labels.append(row_labels)
             lengths.append(row_lengths)
@@ -112,6 +116,9 @@ class PackedCollator:
                 f"{len(lengths)} documents hold {real:,} tokens, the row has {slots:,} slots",
                 mend="collate the packs of a PackedBatchSampler with the same tokens_per_batch",
             )
+        if self.vocabulary is not None:
+            _refuse_unknown(tokens, "token id", self.vocabulary)
+            _refuse_unknown(labels[labels != IGNORE_INDEX], "label", self.vocabulary)
         segments = np.append(lengths, slots - real) if real < slots else lengths
         edges = np.concatenate(([0], np.cumsum(segments)))
         number = np.repeat(np.arange(len(segments)), segments)
@@ -205,34 +212,12 @@ def _document_lengths(row: Mapping[str, Any], tokens: int) -> _Ints:
     return lengths
 
 
-def _refuse_masked(row: Mapping[str, Any]) -> None:
-    # All ones say nothing and may be dropped. A zero is padding inside a document: dropping it would train on padding.
-    if row.get("attention_mask") is not None and not np.asarray(row["attention_mask"]).all():
+def _refuse_unknown(ids: _Ints, what: str, vocabulary: int) -> None:
+    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        wrong = int(ids.max()) if int(ids.max()) >= vocabulary else int(ids.min())
         raise PackingError(
-            "a row has an attention_mask with zeros, which a packed row cannot carry",
-            evidence=("beside cu_seq_lens a mask is a second source of boundaries, and kernels obey the mask",),
-            mend="tokenize without padding (padding=False), or cut padding off before packing",
-        )
-
-
-def _refuse_other_positions(row: Mapping[str, Any], lengths: _Ints, first_position: int) -> None:
-    if row.get("position_ids") is None:
-        return
-    given = np.asarray(row["position_ids"])
-    if given.ndim != 1:
-        raise PackingError(
-            f"a row has position_ids of shape {list(given.shape)}",
-            evidence=(
-                "three axes (mRoPE) carry no document boundaries: packed detection reads [1, T], or [4, 1, T] with the "
-                "text positions first",
-            ),
-            mend="drop the column for text-only data; packing images and video is not supported",
-        )
-    positions = np.concatenate([np.arange(length) for length in lengths] or [np.zeros(0)]) + first_position
-    if not np.array_equal(given, positions):
-        raise PackingError(
-            f"a row brings position_ids that do not count from {first_position} in each document",
-            mend="drop the column: positions are made from document lengths (or set first_position)",
+            f"a document has {what} {wrong}, and the model's embedding has {vocabulary} rows",
+            mend="tokenize with the model's own tokenizer, or model.resize_token_embeddings(len(tokenizer))",
         )
 
 

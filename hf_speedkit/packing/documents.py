@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from hf_speedkit.core.document_records import DocumentReport
 from hf_speedkit.core.errors import DatasetError, PackingError
 from hf_speedkit.packing.boundaries import IGNORE_INDEX
+from hf_speedkit.packing.document_columns import (
+    blocks,
+    flat_values,
+    list_lengths,
+    refuse_other_columns,
+    token_columns,
+    values_of,
+)
+from hf_speedkit.packing.row_rules import Ints as _Ints
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 OVERLONG = ("error", "split", "truncate", "drop")
 """What `prepare_documents` can do with a document longer than a row."""
-
-_Ints = npt.NDArray[np.int64]
-
-# Rows read at once: 10 MB of token ids at 1,250 tokens each, so memory does not grow with the dataset.
-_BLOCK_ROWS = 1024
 
 
 def prepare_documents(
@@ -55,7 +57,7 @@ def prepare_documents(
     """
     if overlong not in OVERLONG:
         raise PackingError(f"overlong={overlong!r} is not a choice", mend=f"overlong is one of: {', '.join(OVERLONG)}")
-    documents = _token_columns(dataset)
+    documents = token_columns(dataset)
     lengths, targets = _scan(documents)
     trainable = targets > 0
     if not trainable.any():
@@ -80,9 +82,9 @@ def document_lengths(dataset: Dataset) -> _Ints:
         DatasetError: input_ids are no lists of integers.
     """
     documents = dataset.select_columns(["input_ids"]).with_format("arrow")
-    _refuse_other_columns(documents)
+    refuse_other_columns(documents)
     # An index mapping (after shuffle or filter) has to be followed block by block; without one this is one slice.
-    parts = [_list_lengths(block["input_ids"]) for block in blocks(documents)]
+    parts = [list_lengths(block["input_ids"]) for block in blocks(documents)]
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
 
@@ -102,51 +104,6 @@ def _no_pieces() -> _Pieces:
     return _Pieces(table=None, parents=none, lengths=none, targets=none, starts=none)
 
 
-def _token_columns(dataset: Dataset) -> Dataset:
-    """The dataset with the columns that training reads; refuses what is not a tokenized map-style dataset."""
-    names = getattr(dataset, "column_names", None)
-    if not hasattr(dataset, "select_columns") or not hasattr(dataset, "__len__") or isinstance(names, dict):
-        raise DatasetError(
-            f"a map-style datasets.Dataset is needed, got {type(dataset).__name__}",
-            mend='pick a split (dataset["train"]); load streaming data without streaming=True',
-        )
-    if not names or "input_ids" not in names:
-        raise DatasetError(
-            "the dataset has no column input_ids",
-            evidence=(f"its columns: {', '.join(names or ()) or 'none'}",),
-            mend="tokenize it first; SpeedSFTTrainer does",
-        )
-    if "seq_lengths" in names:
-        raise DatasetError(
-            "the dataset is packed already (it has a column seq_lengths)",
-            evidence=("its rows would be taken for documents, and their documents would see one another",),
-            mend="pass the dataset as it was before packing",
-        )
-    if not len(dataset):
-        raise DatasetError("the dataset holds no documents", mend="check the split, the path and the filters")
-    masks = sorted({"completion_mask", "assistant_masks"} & set(names))
-    if masks and "labels" not in names:
-        raise DatasetError(
-            f"the dataset has {' and '.join(masks)} but no labels, and labels alone say what is a target",
-            mend="add labels: input_ids, with -100 where a mask is 0; SpeedSFTTrainer does",
-            regardless=f"dataset.remove_columns({masks}) makes every token a target",
-        )
-    documents = dataset.select_columns([name for name in ("input_ids", "labels") if name in names])
-    _refuse_other_columns(documents)
-    return documents
-
-
-def _refuse_other_columns(documents: Dataset) -> None:
-    """Refuse columns that are not lists of integers, before arrow or the first collated row does in its own words."""
-    for name, kind in documents.features.items():
-        item = getattr(getattr(kind, "feature", None), "dtype", "")
-        if not item.startswith(("int", "uint", "null")):  # lists of null: every document is empty
-            raise DatasetError(
-                f"{name} is {kind}, not a list of integers for each document",
-                mend="tokenize first (SpeedSFTTrainer does), or cast the column to List(Value('int32'))",
-            )
-
-
 def _scan(documents: Dataset) -> tuple[_Ints, _Ints]:
     """Tokens and targets of each document."""
     parts = [_count_block(block) for block in blocks(documents.with_format("arrow"))]
@@ -156,18 +113,12 @@ def _scan(documents: Dataset) -> tuple[_Ints, _Ints]:
     return lengths, np.concatenate([part[1] for part in parts if part[1] is not None])
 
 
-def blocks(view: Dataset) -> Iterator[pa.Table]:
-    """An arrow-formatted dataset a block of rows at a time, index mappings followed."""
-    for first in range(0, len(view), _BLOCK_ROWS):
-        yield view[first : first + _BLOCK_ROWS]
-
-
 def _count_block(block: pa.Table) -> tuple[_Ints, _Ints | None]:
-    lengths = _list_lengths(block["input_ids"])
-    _flat(block["input_ids"])
+    lengths = list_lengths(block["input_ids"])
+    flat_values(block["input_ids"])
     if "labels" not in block.column_names:
         return lengths, None
-    label_lengths = _list_lengths(block["labels"])
+    label_lengths = list_lengths(block["labels"])
     unequal = np.flatnonzero(lengths != label_lengths)
     if unequal.size:
         row = unequal[0]
@@ -175,7 +126,7 @@ def _count_block(block: pa.Table) -> tuple[_Ints, _Ints | None]:
             f"a document has {lengths[row]} input_ids and {label_lengths[row]} labels",
             mend="give each token a label, -100 where it is no target; do not shift them",
         )
-    return lengths, _target_counts(_values(block["labels"]), lengths)
+    return lengths, _target_counts(values_of(block["labels"]), lengths)
 
 
 def _target_counts(labels: _Ints, lengths: _Ints) -> _Ints:
@@ -189,32 +140,14 @@ def _target_counts(labels: _Ints, lengths: _Ints) -> _Ints:
     return counts
 
 
-def _list_lengths(column: pa.ChunkedArray) -> _Ints:
-    lengths = pc.fill_null(pc.list_value_length(column), 0)
-    return np.asarray(lengths.to_numpy(), dtype=np.int64)
-
-
-def _flat(column: pa.ChunkedArray) -> list[pa.Array]:
-    """The values of a list column, one array a chunk; refuses values that are null."""
-    # flatten() honours the offset of a slice; the child buffer behind it holds the whole table's values.
-    parts = [chunk.flatten() for chunk in column.chunks]
-    if any(part.null_count for part in parts):
-        raise DatasetError("a document holds a token or label without a value", mend="filter such rows out")
-    return parts
-
-
-def _values(column: pa.ChunkedArray) -> _Ints:
-    arrays = [part.to_numpy(zero_copy_only=False) for part in _flat(column)]
-    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int64)
-
-
 def _cut(documents: Dataset, rows: _Ints, limit: int, *, split: bool) -> _Pieces:
     """Cut the given rows at multiples of `limit`; without `split` only the first piece of each stays."""
     chosen = documents.select(rows).with_format("arrow")
-    parts = [
-        _cut_block(block, rows[first : first + _BLOCK_ROWS], limit, split=split)
-        for first, block in zip(range(0, len(rows), _BLOCK_ROWS), blocks(chosen), strict=True)
-    ]
+    parts: list[_Pieces] = []
+    first = 0
+    for block in blocks(chosen):
+        parts.append(_cut_block(block, rows[first : first + len(block)], limit, split=split))
+        first += len(block)
     return _Pieces(
         table=pa.concat_tables([part.table for part in parts]),
         parents=np.concatenate([part.parents for part in parts]),
@@ -225,7 +158,7 @@ def _cut(documents: Dataset, rows: _Ints, limit: int, *, split: bool) -> _Pieces
 
 
 def _cut_block(block: pa.Table, rows: _Ints, limit: int, *, split: bool) -> _Pieces:
-    lengths = _list_lengths(block["input_ids"])
+    lengths = list_lengths(block["input_ids"])
     counts = -(-lengths // limit)
     parent = np.repeat(np.arange(len(rows)), counts)
     starts = (np.arange(len(parent)) - (np.cumsum(counts) - counts)[parent]) * limit
@@ -233,7 +166,7 @@ def _cut_block(block: pa.Table, rows: _Ints, limit: int, *, split: bool) -> _Pie
     pieces = pa.table({name: _recut(block[name], piece_lengths) for name in block.column_names})
     targets = piece_lengths - 1
     if "labels" in pieces.column_names:
-        targets = _target_counts(_values(pieces["labels"]), piece_lengths)
+        targets = _target_counts(values_of(pieces["labels"]), piece_lengths)
     keep = (targets > 0) & (split | (starts == 0))
     return _Pieces(
         table=pieces.filter(pa.array(keep)),

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from hf_speedkit.core.document_records import DocumentReport
 from hf_speedkit.core.errors import DatasetError, PackingError
 from hf_speedkit.packing.boundaries import IGNORE_INDEX
+from hf_speedkit.packing.row_rules import PACKED_COLUMNS, refuse_packed_rows, refuse_row
 
 _Ints = npt.NDArray[np.int64]
 
@@ -56,8 +57,8 @@ def read_document(row: Mapping[str, Any], report: DocumentReport) -> tuple[tuple
     """What becomes of one row of a stream.
 
     Args:
-        row: `input_ids` and, unless every token is a target, `labels` of the same length, not shifted. Every other
-            column is ignored: it belongs to a row that no longer exists once documents share one.
+        row: `input_ids` and, unless every token is a target, `labels` of the same length, not shifted. Other columns
+            are left behind, except that one may not say that the row is padded or packed (see row_rules).
         report: what was counted so far; says the slots of a row and what to do with longer documents.
 
     Returns:
@@ -65,7 +66,7 @@ def read_document(row: Mapping[str, Any], report: DocumentReport) -> tuple[tuple
 
     Raises:
         DatasetError: no input_ids, something else than token ids in them, or labels of another length.
-        PackingError: a document longer than a row under "error".
+        PackingError: a document longer than a row under "error"; a row that is padded or packed already.
     """
     document = _document(row)
     length = len(document.input_ids)
@@ -109,6 +110,8 @@ def _document(row: Mapping[str, Any]) -> StreamDocument:
             f"a document of the stream has {len(ids)} input_ids and {len(labels)} labels",
             mend="give each token a label, -100 where it is no target; do not shift them",
         )
+    refuse_packed_rows(name for name in PACKED_COLUMNS if isinstance(row.get(name), (list, np.ndarray)))
+    refuse_row(row, np.asarray([len(ids)]))
     return StreamDocument(ids, labels)
 
 

@@ -31,6 +31,7 @@ from hf_speedkit.trainer.checkpoint_folder import (
 )
 from hf_speedkit.trainer.export import describe_model, export_dtype, is_adapter_model, is_fsdp2, save_final_model
 from hf_speedkit.trainer.resume import Reader, check_kind, loading_optimizer, refuse_weights_alone, settle_resume
+from hf_speedkit.trainer.resume_model import refuse_missing_weights
 from hf_speedkit.trainer.run_lock import run_lock
 from hf_speedkit.trainer.sharded_weights import is_sharded, load_sharded_optimizer, load_sharded_weights
 from hf_speedkit.trainer.stop_signal import StopSignal
@@ -215,6 +216,11 @@ class SafeCheckpoints(StreamedBatches):
                 super()._load_optimizer_and_scheduler(checkpoint)
             else:
                 load_sharded_optimizer(self.model, self.optimizer, self.lr_scheduler, Path(checkpoint))
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Trainer's warnings; weights that the checkpoint does not hold are an error, for they stay as they began."""
+        refuse_missing_weights(self.model, load_result)
+        super()._issue_warnings_after_load(load_result)
 
     def get_train_dataloader(self) -> Any:
         """Trainer's loader, whose workers outlive a signal to end."""

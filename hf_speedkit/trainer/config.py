@@ -10,16 +10,17 @@ from typing import Any
 from trl import SFTConfig
 
 from hf_speedkit.core.errors import ConfigurationError
-from hf_speedkit.trainer.launching import refuse_lost_fp8, refuse_optimizer, refuse_split_rows
-
-_STRATEGIES = ("auto", "fifo_close", "best_fit_decreasing", "next_fit")
-_OVERLONG = ("error", "split", "truncate", "drop")
-_VERIFICATIONS = ("checksums", "sizes")
-_EXPORTS = ("auto", "stored", "bfloat16", "float16", "float32")
-_ASSERTIONS = ("auto", "strict", "warn", "off")
-_PROBED_SLOTS = 6  # three documents of two tokens, see StartupProof
-# TRL's names for what we do as well, so that an SFTConfig can be moved over unchanged.
-_TRL_STRATEGIES = {"bfd": "best_fit_decreasing", "bfd_split": "best_fit_decreasing"}
+from hf_speedkit.trainer.config_rules import (
+    ASSERTIONS,
+    EXPORTS,
+    OVERLONG,
+    STRATEGIES,
+    TRL_STRATEGIES,
+    VERIFICATIONS,
+    check_choices,
+    settle_packing,
+)
+from hf_speedkit.trainer.launching import refuse_lost_fp8, refuse_optimizer
 
 
 @dataclass
@@ -92,8 +93,8 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
     packing_strategy: str = field(
         default="auto",
         metadata={
-            "help": f"How documents are put together: {', '.join(_STRATEGIES)} (TRL's bfd, bfd_split are understood).",
-            "choices": [*_STRATEGIES, *_TRL_STRATEGIES, "wrapped"],
+            "help": f"How documents are put together: {', '.join(STRATEGIES)} (TRL's bfd, bfd_split are understood).",
+            "choices": [*STRATEGIES, *TRL_STRATEGIES, "wrapped"],
         },
     )
     tokens_per_batch: int | None = field(
@@ -105,7 +106,7 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
     )
     overlong: str = field(
         default="error",
-        metadata={"help": "Documents longer than a row: error, split, truncate or drop.", "choices": list(_OVERLONG)},
+        metadata={"help": "Documents longer than a row: error, split, truncate or drop.", "choices": list(OVERLONG)},
     )
     chat_template_kwargs: dict[str, Any] | str | None = field(
         default=None,
@@ -122,7 +123,7 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         default="auto",
         metadata={
             "help": "strict, warn, off; auto is strict on a GPU and a report on a CPU.",
-            "choices": list(_ASSERTIONS),
+            "choices": list(ASSERTIONS),
         },
     )
     packed_attention: str = field(
@@ -184,11 +185,11 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
     )
     checkpoint_verification: str = field(
         default="checksums",
-        metadata={"help": "Before a resume: checksums or sizes.", "choices": list(_VERIFICATIONS)},
+        metadata={"help": "Before a resume: checksums or sizes.", "choices": list(VERIFICATIONS)},
     )
     export_dtype: str = field(
         default="auto",
-        metadata={"help": f"Weights that save_model writes: {', '.join(_EXPORTS)}.", "choices": list(_EXPORTS)},
+        metadata={"help": f"Weights that save_model writes: {', '.join(EXPORTS)}.", "choices": list(EXPORTS)},
     )
     stop_signals: list[str] = field(
         default_factory=lambda: ["SIGTERM", "SIGUSR1"],
@@ -217,89 +218,14 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         refuse_optimizer(self.optim, 0 if self.use_cpu else (self.fsdp_plugin_args or {}).get("fsdp_version"))
         # `stop_signals` does what that is for, at one step on all ranks (see trainer/stop_signal.py).
         self.enable_jit_checkpoint = False
-        self._check_choices()
+        check_choices(self)
         if self.packing:
-            self._settle_packing()
+            settle_packing(self)
         elif self.eval_packing:
             raise ConfigurationError(
                 "eval_packing=True without packing: packed rows need the collator that packing=True brings",
                 mend="set packing=True as well, or leave eval_packing unset",
             )
-
-    def _check_choices(self) -> None:
-        for name, choices in (
-            ("overlong", _OVERLONG),
-            ("kernel_assertion", _ASSERTIONS),
-            ("packed_attention", ("auto", "keep")),
-            ("loss_head", ("auto", "trl")),
-            ("checkpoint_verification", _VERIFICATIONS),
-            ("export_dtype", _EXPORTS),
-            ("nonfinite", ("strict", "warn")),
-            ("template_check", ("strict", "warn", "off")),
-            ("memory_check", ("strict", "warn", "off")),
-            ("packing_strategy", (*_STRATEGIES, *_TRL_STRATEGIES, "wrapped")),
-        ):
-            value = getattr(self, name)
-            if value not in choices:
-                raise ConfigurationError(
-                    f"{name}={value!r} is not a choice", mend=f"{name} is one of: {', '.join(choices)}"
-                )
-        layers = str(self.activation_checkpointing_layers)
-        if layers not in ("auto", "all") and not layers.isdecimal():
-            raise ConfigurationError(
-                f"activation_checkpointing_layers={layers!r} is not a choice",
-                mend="activation_checkpointing_layers is auto, all, or a number of layers",
-            )
-
-    def _settle_packing(self) -> None:
-        if self.packing_strategy == "wrapped":
-            raise ConfigurationError(
-                'packing_strategy="wrapped" cuts documents anywhere and lets them attend to one another',
-                mend='packing_strategy="auto" packs whole documents at more than 99 % of the row',
-            )
-        if self.packing_strategy == "bfd_split":
-            self.overlong = "split"
-        self.packing_strategy = _TRL_STRATEGIES.get(self.packing_strategy, self.packing_strategy)
-        refuse_split_rows(self.parallelism_config)
-        if self.padding_free:
-            raise ConfigurationError(
-                "padding_free=True is part of packing here and must not be set beside it",
-                evidence=("TRL would replace the collator, and the rows would have a new shape every step",),
-                mend="leave padding_free unset; packing=True is enough",
-            )
-        settings: Any = self
-        if self.tokens_per_batch is None:
-            if settings.max_length is None:
-                raise ConfigurationError(
-                    "the length of a packed row is not set",
-                    mend="set tokens_per_batch, for example tokens_per_batch=8192",
-                )
-            self.tokens_per_batch = int(settings.max_length * settings.per_device_train_batch_size)
-        shortest = _PROBED_SLOTS if self.isolation_check else 2
-        if not isinstance(self.tokens_per_batch, int) or self.tokens_per_batch < shortest:
-            raise ConfigurationError(
-                f"tokens_per_batch={self.tokens_per_batch} leaves no token to predict, or no documents to compare",
-                evidence=("a document needs two tokens, and the isolation proof three documents in a row",),
-                mend="set tokens_per_batch to at least the longest document",
-            )
-        if self.per_device_eval_batch_size != 1 and self.eval_packing is not False:
-            raise ConfigurationError(
-                f"per_device_eval_batch_size={self.per_device_eval_batch_size} with packing",
-                evidence=("a forward pass takes one row of tokens_per_batch slots; more rows would be a new shape",),
-                mend="per_device_eval_batch_size=1 (or eval_packing=False to evaluate on padded batches)",
-            )
-        if self.cost_window_steps is not None and self.cost_window_steps < 1:
-            raise ConfigurationError(
-                f"cost_window_steps={self.cost_window_steps} is no number of steps", mend="set it to 1, or to 8"
-            )
-        if self.auto_find_batch_size:
-            raise ConfigurationError(
-                "auto_find_batch_size cannot shrink a packed row",
-                mend="lower tokens_per_batch instead, or raise gradient_accumulation_steps",
-            )
-        settings.per_device_train_batch_size = 1
-        # TRL would cut every document at max_length (1,024 by default) without a word.
-        settings.max_length = None
 
     @property
     def row_slots(self) -> int:

@@ -21,15 +21,7 @@ Render = Callable[..., str]
 SAMPLE_ROWS = 100
 """Conversations looked at: rendering takes about a millisecond each."""
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-"""What chat templates know between them; a template that knows another writes its messages out, and is left alone."""
-
 _CHATML = {"from": "role", "value": "content"}
-_RENAME = (
-    'roles = {"human": "user", "gpt": "assistant"}; dataset = dataset.map(lambda row: {"messages": [{"role": '
-    'roles.get(m["from"], m["from"]), "content": m["value"]} for m in row["conversations"]]}, '
-    'remove_columns="conversations")'
-)
 _TOLERATED_SHARE = 0.01
 _REASONING_LINE = "Reasoning effort is set to"
 _SHOWN_CHARACTERS = 60
@@ -83,44 +75,6 @@ def conversations_of(rows: Iterable[Mapping[str, Any]]) -> list[tuple[Messages, 
     return found
 
 
-def refuse_missing_template(tokenizer: Any, conversations: Sequence[tuple[Messages, dict[str, Any]]]) -> None:
-    """Refuse conversations where the tokenizer, mostly a base model's, has no chat template to write them with.
-
-    Raises:
-        DatasetError: what to do.
-    """
-    if conversations and not getattr(tokenizer, "chat_template", None):
-        raise DatasetError(
-            "the data are conversations, and the tokenizer has no chat template",
-            mend="the tokenizer of the instruct model, or chat_template_path=FOLDER_OR_FILE.jinja",
-        )
-
-
-def refuse_foreign_roles(conversations: Sequence[tuple[Messages, dict[str, Any]]], render: Render) -> None:
-    """Refuse roles that the template leaves out without a word, such as ShareGPT's "human" and "gpt".
-
-    Args:
-        conversations: see `conversations_of`.
-        render: as for training.
-
-    Raises:
-        DatasetError: the roles, and the line of code that renames them.
-    """
-    for messages, arguments in conversations:
-        foreign = [message for message in messages if message["role"] not in ROLES]
-        text = _rendered(render, messages, arguments) if foreign else None
-        if text is None:
-            continue
-        texts = [(str(m["role"]), m["content"].strip()) for m in foreign if isinstance(m.get("content"), str)]
-        lost = [role for role, content in texts if content not in text]
-        if lost:
-            raise DatasetError(
-                f"the chat template leaves out every message of {', '.join(map(repr, dict.fromkeys(lost)))}",
-                evidence=(f"roles that templates know: {', '.join(ROLES)}",),
-                mend=_RENAME,
-            )
-
-
 def refuse_reasoning_line(conversations: Sequence[tuple[Messages, dict[str, Any]]], render: Render) -> None:
     """Refuse a template that writes a line on reasoning effort into conversations whose owner did not ask for one.
 
@@ -145,31 +99,6 @@ def refuse_reasoning_line(conversations: Sequence[tuple[Messages, dict[str, Any]
                 mend='chat_template_kwargs={"enable_thinking": False}',
                 regardless='chat_template_kwargs={"reasoning_effort": "xhigh"} says that you want it',
             )
-
-
-def refuse_filled_arguments(conversations: Sequence[tuple[Messages, dict[str, Any]]]) -> None:
-    """Refuse tool calls whose arguments a data set has filled up with None.
-
-    Arrow gives all rows of a column the same fields, so a call of one function gets the parameters of every other, and
-    templates write them out: the model learns to call functions with parameters that are null.
-
-    Raises:
-        DatasetError: a call has an argument without a value.
-    """
-    calls = [call for messages, _ in conversations for message in messages for call in message.get("tool_calls") or ()]
-    arguments = [(call.get("function") or call).get("arguments") for call in calls]
-    filled = [given for given in arguments if isinstance(given, Mapping) and None in given.values()]
-    if filled:
-        empty = [name for name, value in filled[0].items() if value is None]
-        raise DatasetError(
-            f"{len(filled)} of {len(calls)} tool calls have arguments without a value",
-            evidence=(
-                f"the first: {', '.join(map(repr, empty[:5]))}",
-                "Arrow fills a call with the parameters of all other functions, and templates write them out as null",
-            ),
-            mend='Dataset.from_list(rows, on_mixed_types="use_json") keeps each call as it is',
-            regardless='template_check="warn"',
-        )
 
 
 def rendering_differences(
@@ -236,7 +165,7 @@ def generation_prompt_spans(
     text = train(messages, **arguments)
     spans = []
     for turn in _assistant_turns(messages):
-        before, prompt = _rendered(train, messages[:turn], arguments), _prompt(infer, messages[:turn], arguments)
+        before, prompt = rendered_or_none(train, messages[:turn], arguments), _prompt(infer, messages[:turn], arguments)
         if prompt is not None and text.startswith(prompt):
             spans.append((len(before) if before is not None and prompt.startswith(before) else 0, len(prompt)))
     return spans
@@ -257,7 +186,7 @@ def _difference(
         added = _added_before_answer(text[len(prompt) :], messages[turn])
         if added:
             return TurnDifference(example, number, added[:_SHOWN_CHARACTERS], "")
-    whole = _rendered(infer, messages, arguments)
+    whole = rendered_or_none(infer, messages, arguments)
     if whole is not None and turns and whole.strip() != text.strip():
         return _parted(example, text, whole, messages, arguments, train)
     return None
@@ -269,7 +198,7 @@ def _parted(
     """The difference at the first character that differs, with the turn that it lies in."""
     at = next((i for i, (a, b) in enumerate(zip(text, seen, strict=False)) if a != b), min(len(text), len(seen)))
     turns = _assistant_turns(messages)
-    ends = (_rendered(train, messages[: turn + 1], arguments) for turn in turns)
+    ends = (rendered_or_none(train, messages[: turn + 1], arguments) for turn in turns)
     number = next((i for i, end in enumerate(ends, start=1) if end is not None and at < len(end)), len(turns))
     return TurnDifference(example, number, _shown(text, at), _shown(seen, at))
 
@@ -289,7 +218,7 @@ def _assistant_turns(messages: Messages) -> list[int]:
 
 
 def _prompt(infer: Render, messages: Messages, arguments: Mapping[str, Any]) -> str | None:
-    return _rendered(infer, messages, {**arguments, "add_generation_prompt": True})
+    return rendered_or_none(infer, messages, {**arguments, "add_generation_prompt": True})
 
 
 def unrenderable(messages: Messages, error: Exception) -> DatasetError:
@@ -311,7 +240,7 @@ def _whole(render: Render, messages: Messages, arguments: Mapping[str, Any]) -> 
         raise unrenderable(messages, error) from error
 
 
-def _rendered(render: Render, messages: Messages, arguments: Mapping[str, Any]) -> str | None:
+def rendered_or_none(render: Render, messages: Messages, arguments: Mapping[str, Any]) -> str | None:
     """The text, or None for a beginning that the template refuses (a system message alone, for example)."""
     from jinja2 import TemplateError
 
@@ -328,4 +257,11 @@ def _shown(text: str, at: int) -> str:
 def _tools(tools: Any) -> Any:
     import json
 
-    return json.loads(tools) if isinstance(tools, str) else tools
+    try:
+        return json.loads(tools) if isinstance(tools, str) else tools
+    except ValueError as error:
+        raise DatasetError(
+            f'"tools" of a row are a text that is no JSON: {error}',
+            evidence=(f"found {tools[:_SHOWN_CHARACTERS]!r}",),
+            mend="pass a list of tools, or that list as JSON text",
+        ) from error

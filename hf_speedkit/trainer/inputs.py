@@ -11,7 +11,10 @@ from trl import SFTConfig
 
 from hf_speedkit.core.errors import ConfigurationError, DatasetError
 from hf_speedkit.core.families import refuse_leaking_family
-from hf_speedkit.packing.documents import blocks
+from hf_speedkit.packing.boundaries import IGNORE_INDEX
+from hf_speedkit.packing.document_columns import blocks
+from hf_speedkit.packing.row_rules import OTHER_MASKS, READ_MASKS
+from hf_speedkit.trainer.raw_rows import check_raw_rows, columns_of, is_pair
 from hf_speedkit.trainer.streaming import check_stream_settings
 
 if TYPE_CHECKING:
@@ -22,17 +25,26 @@ logger = logging.getLogger(__name__)
 _TEMPLATE_COLUMN = "chat_template_kwargs"
 
 
-def check_dataset(dataset: object, *, text_field: str, formatting_func: object = None, name: str = "train") -> None:
-    """Refuse a dataset that TRL could not tokenize.
+def check_dataset(
+    dataset: object,
+    *,
+    text_field: str,
+    formatting_func: object = None,
+    name: str = "train",
+    completion_only_loss: bool | None = None,
+) -> None:
+    """Refuse a dataset that TRL could not tokenize, or would train on more of than it says.
 
     Args:
         dataset: `datasets.Dataset` or `IterableDataset`.
         text_field: column of plain text (`dataset_text_field`).
         formatting_func: when given, any columns are fine: it makes the text.
         name: "train" or "eval", for the message.
+        completion_only_loss: of the config.
 
     Raises:
-        DatasetError: wrong type, no rows, no usable column, or conversations without messages.
+        DatasetError: wrong type, no rows, no usable column, conversations without messages, rows without a value,
+            masks that nothing reads.
     """
     if not isinstance(dataset, (Dataset, IterableDataset)):
         raise DatasetError(
@@ -46,9 +58,10 @@ def check_dataset(dataset: object, *, text_field: str, formatting_func: object =
             evidence=(f"columns: {', '.join(dataset.column_names or ()) or 'none'}",),
             mend="check the split and the filters that were applied to it",
         )
+    columns = set(columns_of(dataset))
+    _refuse_idle_mask(columns, completion_only_loss, name)
     if streaming:
         return
-    columns = set(dataset.column_names)
     usable = (
         bool({"input_ids", "messages", "conversations", text_field} & columns)
         or {"prompt", "completion"} <= columns
@@ -61,11 +74,22 @@ def check_dataset(dataset: object, *, text_field: str, formatting_func: object =
             mend=f'give it "messages" (chat), "prompt" and "completion", or "{text_field}" (plain text; '
             "dataset_text_field names another column)",
         )
-    if "input_ids" not in columns:
+    if formatting_func is not None and "input_ids" not in columns:
+        return
+    check_raw_rows(dataset, text_field, name)
+    if "input_ids" not in columns and not is_pair(columns):
         _check_conversations(dataset, name)
 
 
 def _refuse_idle_mask(columns: set[str], completion_only_loss: bool | None, name: str) -> None:
+    others = sorted(set(OTHER_MASKS) & columns)
+    if others and "input_ids" in columns and "labels" not in columns:
+        raise DatasetError(
+            f"the {name} dataset brings a {others[0]} that nothing applies: every token would be trained on",
+            evidence=(f"labels are read, and masks named {' or '.join(READ_MASKS)}",),
+            mend=f'dataset.rename_column("{others[0]}", "assistant_masks") if it is 1 at the tokens to train on',
+            regardless=f'dataset.remove_columns("{others[0]}") trains on every token',
+        )
     # TRL 1.16 takes completion_only_loss=None for False where prompts are tokenized already (sft_trainer.py, __init__).
     if completion_only_loss is None and {"input_ids", "completion_mask"} <= columns and "labels" not in columns:
         raise DatasetError(
@@ -79,13 +103,10 @@ def with_template_kwargs(dataset: Dataset | IterableDataset, args: SFTConfig) ->
     """The dataset with the config's `chat_template_kwargs` on every row, as TRL's tokenization reads it.
 
     TRL 1.16 has no setting for them: a column of that name is the only way in (sft_trainer.py, `tokenize_fn`). A
-    dataset that brings its own column keeps it. A `prompt` column without a `completion` beside `messages`
-    (ultrachat_200k has one) goes: TRL would take the row for a prompt-completion pair and fail on the missing half.
+    dataset that brings its own column keeps it.
     """
     kwargs = getattr(args, "chat_template_kwargs", None)
-    columns = dataset.column_names or ()
-    if "messages" in columns and "prompt" in columns and "completion" not in columns:
-        dataset = dataset.remove_columns("prompt")
+    columns = columns_of(dataset)
     if not kwargs or _TEMPLATE_COLUMN in columns or "input_ids" in columns:
         return dataset
     if isinstance(dataset, IterableDataset):
@@ -120,7 +141,11 @@ def check_packing_request(
             mend="leave data_collator out, or set packing=False",
         )
     for name, dataset in named_datasets(train_dataset, eval_dataset):
-        _refuse_idle_mask(set(dataset.column_names or ()), args.completion_only_loss, name)
+        if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
+            raise DatasetError(
+                f"the {name} dataset makes its rows as they are read (with_transform), and packing plans by lengths",
+                mend="dataset.map(the same function) makes them once, or set packing=False",
+            )
     if isinstance(train_dataset, IterableDataset):
         check_stream_settings(args)
     else:
@@ -131,14 +156,9 @@ def check_packing_request(
             "(cost_window_steps)",
             args.train_sampling_strategy,
         )
-    if args.eval_packing is not False and any(
-        isinstance(d, IterableDataset) for _, d in named_datasets(None, eval_dataset)
-    ):
-        raise DatasetError(
-            "packed evaluation plans its rows for all ranks at once, and a streaming dataset has no lengths",
-            mend="take a part of it: Dataset.from_list(list(stream.take(1000))), or set eval_packing=False",
-        )
-    if (args.activation_checkpointing_kwargs or {}).get("use_reentrant"):
+    for _, dataset in named_datasets(None, eval_dataset):
+        refuse_packed_evaluation(dataset, packing=args.eval_packing is not False)
+    if (args.activation_checkpointing_kwargs or {}).get("use_reentrant") or _checkpoints_reentrantly(model):
         raise ConfigurationError(
             "reentrant checkpointing cannot be probed for isolation (torch.autograd.grad does not pass through it)",
             mend='activation_checkpointing_kwargs={"use_reentrant": False}, which is also what torch recommends',
@@ -146,6 +166,30 @@ def check_packing_request(
     _refuse_virtual_tokens(model, peft_config)
     if not isinstance(model, str):
         refuse_leaking_family(model.config.get_text_config().model_type)
+
+
+def refuse_packed_evaluation(dataset: Any, *, packing: bool) -> None:
+    """Refuse to evaluate a streaming dataset in packed rows.
+
+    Raises:
+        DatasetError: with both ways out.
+    """
+    if packing and isinstance(dataset, IterableDataset):
+        raise DatasetError(
+            "packed evaluation plans its rows for all ranks at once, and a streaming dataset has no lengths",
+            mend="take a part of it: Dataset.from_list(list(stream.take(1000))), or set eval_packing=False",
+        )
+
+
+def _checkpoints_reentrantly(model: Any) -> bool:
+    """Whether the user has called `model.gradient_checkpointing_enable({"use_reentrant": True})`."""
+    modules = () if isinstance(model, str) else model.modules()
+    functions = (
+        getattr(module, "_gradient_checkpointing_func", None)
+        for module in modules
+        if getattr(module, "gradient_checkpointing", False)
+    )
+    return any((getattr(function, "keywords", None) or {}).get("use_reentrant") for function in functions)
 
 
 def _refuse_cut_batches(accelerator: Any) -> None:
@@ -181,6 +225,13 @@ def _check_conversations(dataset: Dataset, name: str) -> None:
                 f'the {name} dataset\'s "{column}" column holds {feature.dtype}, not conversations',
                 mend='each row of "messages" is a list of {"role": ..., "content": ...}',
             )
+        keys = getattr(getattr(feature, "feature", None), "keys", lambda: ())()
+        if keys and not ({"role"} <= set(keys) or {"from", "value"} <= set(keys)):
+            raise DatasetError(
+                f'the messages of the {name} dataset\'s "{column}" have no role',
+                evidence=(f"they have: {', '.join(sorted(keys))}",),
+                mend='each row of "messages" is a list of {"role": ..., "content": ...}',
+            )
         empty = _empty_lists(dataset, column)
         if empty:
             raise DatasetError(
@@ -200,28 +251,58 @@ def _empty_lists(dataset: Dataset, column: str) -> list[int]:
 
 
 def check_vocabulary(dataset: Any, model: Any, name: str) -> None:
-    """Refuse token ids that the model has no embedding for: on a GPU they end in a device-side assert at step 1.
+    """Refuse token ids and labels that the model has no row for: on a GPU they end in a device-side assert at step 1.
 
     Args:
-        dataset: tokenized; a streaming one passes unseen.
+        dataset: tokenized; a streaming one passes unseen (`PackedCollator` looks at its rows).
         model: the transformers model.
         name: "train" or "eval", for the message.
 
     Raises:
-        DatasetError: the largest id, and how many rows the embedding has.
+        DatasetError: the id, and how many rows the embedding has.
 
-    Cost: one pass over the ids through arrow, some 0.3 s for 262 M tokens.
+    Cost: one pass over the ids and two over the labels through arrow, some 0.3 s a pass for 262 M tokens.
     """
-    if not isinstance(dataset, Dataset) or "input_ids" not in dataset.column_names:
+    if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
         return
     import pyarrow.compute as pc
 
-    rows = int(model.get_input_embeddings().weight.shape[0])
-    for block in blocks(dataset.select_columns(["input_ids"]).with_format("arrow")):
-        edges = pc.min_max(pc.list_flatten(block["input_ids"])).as_py()
-        if edges["max"] is not None and (edges["max"] >= rows or edges["min"] < 0):
-            wrong = edges["max"] if edges["max"] >= rows else edges["min"]
-            raise DatasetError(
-                f"the {name} dataset has token id {wrong}, and the model's embedding has {rows} rows",
-                mend="tokenize with the model's own tokenizer, or model.resize_token_embeddings(len(tokenizer))",
-            )
+    rows = embedding_rows(model)
+    for column in ("input_ids", "labels"):
+        if column not in dataset.column_names:
+            continue
+        for block in blocks(dataset.select_columns([column]).with_format("arrow")):
+            values = pc.list_flatten(block[column])
+            if column == "labels":
+                values = values.filter(pc.not_equal(values, IGNORE_INDEX))
+            edges = pc.min_max(values).as_py()
+            if edges["max"] is not None and (edges["max"] >= rows or edges["min"] < 0):
+                wrong = edges["max"] if edges["max"] >= rows else edges["min"]
+                what = "token id" if column == "input_ids" else "label"
+                raise DatasetError(
+                    f"the {name} dataset has {what} {wrong}, and the model's embedding has {rows} rows",
+                    mend="tokenize with the model's own tokenizer, or model.resize_token_embeddings(len(tokenizer))"
+                    if what == "token id" or wrong >= 0
+                    else f"a token that is no target has the label {IGNORE_INDEX}",
+                )
+
+
+def check_pad_token(pad_token_id: int, model: Any) -> None:
+    """Refuse a padding token that the model has no row for: one that was added to the tokenizer alone.
+
+    Raises:
+        ConfigurationError: the id, and how many rows the embedding has.
+    """
+    rows = embedding_rows(model)
+    if not 0 <= pad_token_id < rows:
+        raise ConfigurationError(
+            f"the padding token has id {pad_token_id}, and the model's embedding has {rows} rows",
+            evidence=("it was added to the tokenizer, and the model does not know it",),
+            mend="tokenizer.pad_token = tokenizer.eos_token (no loss depends on it), or "
+            "model.resize_token_embeddings(len(tokenizer))",
+        )
+
+
+def embedding_rows(model: Any) -> int:
+    """Token ids that a model knows."""
+    return int(model.get_input_embeddings().weight.shape[0])

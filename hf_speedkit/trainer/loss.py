@@ -14,6 +14,8 @@ from trl import SFTTrainer
 
 from hf_speedkit.core.records import TokenCounts
 from hf_speedkit.packing.boundaries import IGNORE_INDEX
+from hf_speedkit.trainer.expert_balance import without_padding
+from hf_speedkit.trainer.nonfinite import log_refusal
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback
 
 _MEANS = "eval means"
@@ -30,12 +32,51 @@ class TokenSums(NamedTuple):
     real: float
 
 
+class Aside(NamedTuple):
+    """What the collator says beside a model's inputs, kept for the loss of the micro-batch with these labels."""
+
+    labels: torch.Tensor | None = None
+    counts: TokenCounts | None = None
+    positions: torch.Tensor | None = None
+
+
 class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
     """SFTTrainer whose per-step metrics add no synchronisation and no collective."""
 
     _sums: dict[str, torch.Tensor]
     throughput: ThroughputCallback | None = None
     _total_train_tokens: int
+    _aside = Aside()
+    _scored = False
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Trainer's inputs on the device, and the collator's own words put aside.
+
+        A `compute_loss` of a subclass (TRL's advice in place of `compute_loss_func`) hands all that it gets to the
+        model, and the counts must be right whether or not it calls the one below.
+        """
+        inputs = super()._prepare_inputs(inputs)
+        counts, positions = inputs.pop("token_counts", None), inputs.pop("target_positions", None)
+        self._aside = Aside(inputs.get("labels"), counts, positions)
+        if counts is not None:
+            self.count_tokens("train" if self.model.training else "eval", counts)
+        return inputs
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's; a subclass's own loss is looked at here, and its real tokens are counted."""
+        self._scored = False
+        loss = super().training_step(*args, **kwargs)
+        if not self._scored and self._aside.counts is not None:
+            self._count_real(loss, self._aside.counts.real or 0)
+        return loss
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's; a subclass's own loss is weighed by the row's targets here, as every loss is."""
+        self._scored = False
+        found = super().prediction_step(*args, **kwargs)
+        if not self._scored and found[0] is not None:
+            self._add_mean(found[0], self._aside.labels)
+        return found
 
     def _reset_sums(self, mode: str) -> None:
         # Set on first use, not in __init__: TRL's constructor may already log.
@@ -52,7 +93,7 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
 
         Args:
             model: the prepared model.
-            inputs: one micro-batch; `token_counts` (a TokenCounts) is taken out before the model sees it.
+            inputs: one micro-batch, as `_prepare_inputs` left it.
             return_outputs: handed to TRL, which then runs a second forward pass.
             num_items_in_batch: target tokens of the whole accumulation window over all ranks.
 
@@ -61,10 +102,7 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
             DFT, a mixture of experts with its auxiliary loss, and sequence parallelism.
         """
         mode = "train" if self.model.training else "eval"
-        counts = inputs.pop("token_counts", None)
-        positions = inputs.pop("target_positions", None)
-        if counts is not None:
-            self.count_tokens(mode, counts)
+        _, counts, positions = self._aside if self._aside.labels is inputs.get("labels") else Aside()
         if return_outputs or not self._is_plain_nll():
             return self._trls_own_loss(mode, model, inputs, return_outputs, num_items_in_batch, counts)
         nll, targets, entropy, correct = self._head_sums(model, inputs, positions)
@@ -86,16 +124,21 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
     ) -> Any:
         """TRL's loss where this class steps aside; its `num_tokens`, which counts padding of a packed row, is ours."""
         before: int = self._total_train_tokens
-        result = super().compute_loss(model, inputs, outputs, items)
+        with without_padding(counts.real if counts is not None and self.aux_loss_enabled else None):
+            result = super().compute_loss(model, inputs, outputs, items)
         loss = result[0] if outputs else result
         if mode == "eval":
             self._add_mean(loss, inputs.get("labels"))
         else:
             self._total_train_tokens = before
-            nothing = torch.zeros((), device=loss.device)
-            self._add_sums(_REAL_ONLY, torch.stack((nothing,) * 4), _real_tokens(inputs, counts))
-            self._look_at(mode, loss)
+            self._count_real(loss, _real_tokens(inputs, counts))
         return result
+
+    def _count_real(self, loss: torch.Tensor, real: torch.Tensor | int) -> None:
+        """Count a training micro-batch whose loss is not ours."""
+        nothing = torch.zeros((), device=loss.device)
+        self._add_sums(_REAL_ONLY, torch.stack((nothing,) * 4), real)
+        self._look_at("train", loss)
 
     def _head_sums(
         self, model: torch.nn.Module, inputs: dict[str, Any], positions: torch.Tensor | None
@@ -132,17 +175,20 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
         """Let `num_tokens` go on where the resumed run stopped (TRL 1.16 starts it at 0 again)."""
         self._total_train_tokens = 0 if tokens is None or tokens.real is None else tokens.real
 
-    def _is_plain_nll(self) -> bool:
+    def uses_fused_head(self) -> bool:
+        """Whether the loss comes from a fused head, TRL's or ours, and not from the model's own logits."""
         parallel = self.accelerator.parallelism_config
         return (
             self.compute_loss_func is None
             and self.label_smoother is None
-            and self.args.loss_type == "nll"
-            and not self.aux_loss_enabled
             and (parallel is None or parallel.total_size == parallel.data_parallel_size)
         )
 
+    def _is_plain_nll(self) -> bool:
+        return self.uses_fused_head() and self.args.loss_type == "nll" and not self.aux_loss_enabled
+
     def _add_sums(self, mode: str, sums: torch.Tensor, real: torch.Tensor | int) -> None:
+        self._scored = True
         row = torch.zeros(len(TokenSums._fields), dtype=torch.float64, device=sums.device)
         row[:-1] = sums.detach()
         row[-1] += real
@@ -179,7 +225,12 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
             self._total_train_tokens += int(real.real)
             self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
             self._reset_sums(_REAL_ONLY)
+        # With throughput=False nobody else looks; fp16's scaler skips such steps.
+        alone = mode == "train" and self.throughput is None and self.args.nonfinite == "strict" and not self.args.fp16
+        refusal = log_refusal(logs, self.state.global_step) if alone else None
         super().log(logs, start_time)
+        if refusal is not None:
+            raise refusal
 
     def _fill_metrics(self, mode: str, sums: TokenSums) -> None:
         metrics = self._metrics[mode]

@@ -36,6 +36,8 @@ def head_refusal(model: PreTrainedModel) -> str | None:
     changed = [name for name in _LOGIT_CHANGES if getattr(config, name, None) not in (None, 1.0)]
     if changed:
         return f"its logits are changed by {', '.join(changed)}"
+    if model.base_model is model:
+        return f"its base_model_prefix {model.base_model_prefix!r} names nothing in it"
     if type(head) is not torch.nn.Linear or getattr(head, "bias", None) is not None:
         return f"its output layer is a {type(head).__name__}, not a Linear without bias"
     if not head.weight.is_floating_point() or head.weight.dtype == torch.float16:

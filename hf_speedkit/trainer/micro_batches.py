@@ -107,7 +107,9 @@ class MicroBatchCounter:
             return arguments, {key: value for key, value in keywords.items() if key != TOKEN_COUNTS_KEY}
 
         def look_at_loss(module: torch.nn.Module, arguments: tuple[Any, ...], outputs: Any) -> None:
-            if counting() and module.training and torch.is_grad_enabled() and isinstance(outputs, Mapping):
+            # A trainer that tells its counts tells its loss: the model's own of an empty row is 0 / 0 and not used.
+            used = not self._told and counting() and module.training and torch.is_grad_enabled()
+            if used and isinstance(outputs, Mapping):
                 with one_at_a_time:
                     self.current.look_at_loss(outputs.get("loss"))
 

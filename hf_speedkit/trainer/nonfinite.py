@@ -80,10 +80,25 @@ def refusal(found: NonFinite, logs: Mapping[str, Any]) -> NonFiniteError:
         found: what was found.
         logs: what is logged at this step.
     """
-    before = f" before step {found.first}" if found.first is not None else ""
+    return _refusal(found.sentence(), f" before step {found.first}" if found.first is not None else "", logs)
+
+
+def log_refusal(logs: Mapping[str, Any], step: int) -> NonFiniteError | None:
+    """The error of a log that shows a NaN or infinite loss or norm, where nothing else counts steps; None if none does.
+
+    Args:
+        logs: what the Trainer is about to log: means over the window and over all ranks.
+        step: the logging step.
+    """
+    if _finite(logs.get("loss")) and _finite(logs.get("grad_norm")):
+        return None
+    return _refusal(f"a step up to step {step} had a NaN or infinite loss or gradient", "", logs)
+
+
+def _refusal(what: str, before: str, logs: Mapping[str, Any]) -> NonFiniteError:
     shown = {key: logs[key] for key in ("loss", "grad_norm", "learning_rate") if key in logs}
     return NonFiniteError(
-        f"{found.sentence()}, so training stops.",
+        f"{what}, so training stops.",
         evidence=(
             *([", ".join(f"{key} {value}" for key, value in shown.items())] if shown else []),
             "one such step makes every weight NaN: what follows trains nothing",

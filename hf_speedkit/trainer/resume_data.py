@@ -31,8 +31,32 @@ _SAMPLED_DOCUMENTS = 64
 GO_ON = "ignore_data_skip=True goes on from the saved weights and begins the documents anew"
 
 
+def padded_order(args: Any, dataset: Any) -> dict[str, object] | None:
+    """What fixes the order of documents that are not packed; None for a stream, or rows that are not tokenized yet.
+
+    Args:
+        args: the TrainingArguments.
+        dataset: the training data.
+    """
+    if not hasattr(dataset, "__len__") or "input_ids" not in (getattr(dataset, "column_names", None) or ()):
+        return None
+    return {
+        "packing": False,
+        "documents": len(dataset),
+        "documents_per_step": args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps,
+        "seed": args.data_seed if args.data_seed is not None else args.seed,
+        "train_sampling_strategy": str(args.train_sampling_strategy),
+    }
+
+
 def compare_documents(
-    state: TrainerState, sampler: PackedBatchSampler | None, dataset: Any, *, ignore: bool, streamed: bool = False
+    state: TrainerState,
+    sampler: PackedBatchSampler | None,
+    dataset: Any,
+    *,
+    ignore: bool,
+    streamed: bool = False,
+    padded: dict[str, object] | None = None,
 ) -> None:
     """Refuse a resume that would see other documents or another order, and note this run's for its checkpoints.
 
@@ -40,6 +64,7 @@ def compare_documents(
         state: the Trainer's state, as the checkpoint left it; nothing is compared at step 0.
         sampler: this run's sampler; None where documents are not packed by one.
         dataset: its documents.
+        padded: `padded_order`, where documents are not packed.
         ignore: the user asked to start the data anew (`ignore_data_skip`).
         streamed: rows are packed from a stream, whose place the checkpoint holds elsewhere.
 
@@ -56,7 +81,7 @@ def compare_documents(
             regardless=GO_ON,
         )
     state.stateful_callbacks[ROWS_KEY] = rows
-    if sampler is None:
+    if sampler is None and padded is None:
         for key in (ORDER_KEY, DATA_KEY):
             state.stateful_callbacks.pop(key, None)
         return
@@ -64,12 +89,28 @@ def compare_documents(
     saved = state.stateful_callbacks.get(ORDER_KEY)
     if state.global_step and not ignore:
         if isinstance(saved, dict):
-            sampler.load_state_dict(saved)
+            _compare_order(saved, sampler, padded)
             refuse_other_documents(state.stateful_callbacks.get(DATA_KEY), document_sample)
         else:
             logger.warning("the checkpoint does not say which documents it has seen: nothing could be compared")
-    state.stateful_callbacks[ORDER_KEY] = sampler.state_dict()
+    state.stateful_callbacks[ORDER_KEY] = padded if sampler is None else sampler.state_dict()
     state.stateful_callbacks[DATA_KEY] = document_sample
+
+
+def _compare_order(
+    saved: dict[str, object], sampler: PackedBatchSampler | None, padded: dict[str, object] | None
+) -> None:
+    if sampler is not None:
+        sampler.load_state_dict(saved)
+        return
+    changed = [(name, saved.get(name), now) for name, now in (padded or {}).items() if saved.get(name) != now]
+    if changed:
+        raise PackingError(
+            "the resumed run would see its documents in another order",
+            evidence=tuple(f"{name}: saved {before!r}, now {now!r}" for name, before, now in changed),
+            mend="resume with the settings and data of the saved run",
+            regardless=GO_ON,
+        )
 
 
 def refuse_other_documents(saved: object, now: str) -> None:

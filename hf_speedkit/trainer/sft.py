@@ -19,35 +19,34 @@ from hf_speedkit.core.records import DocumentReport
 from hf_speedkit.core.summary import PackingSummary, RunSummary, loss_summary, packing_summary
 from hf_speedkit.kernels.fused_layers import fused_layers
 from hf_speedkit.packing.collator import PackedCollator
-from hf_speedkit.packing.documents import document_lengths, prepare_documents
+from hf_speedkit.packing.documents import document_lengths
 from hf_speedkit.packing.planner import count_padded_batches
 from hf_speedkit.packing.sampler import PackedBatchSampler
-from hf_speedkit.packing.stream import PackedStream, StreamCollator
-from hf_speedkit.packing.stream_source import share_of_rank
-from hf_speedkit.trainer.agreement import agree
+from hf_speedkit.packing.stream import StreamCollator
 from hf_speedkit.trainer.attach import attach
 from hf_speedkit.trainer.before_loading import kernel_mode, require_kernels
 from hf_speedkit.trainer.checkpoints import SafeCheckpoints
-from hf_speedkit.trainer.config import SpeedSFTConfig, settled_config
-from hf_speedkit.trainer.conversation_checks import SAMPLE_ROWS
+from hf_speedkit.trainer.config import settled_config
+from hf_speedkit.trainer.head_proof import refuse_other_models
 from hf_speedkit.trainer.inputs import (
     check_dataset,
     check_packing_request,
+    check_pad_token,
     check_vocabulary,
+    embedding_rows,
     named_datasets,
-    with_template_kwargs,
 )
 from hf_speedkit.trainer.kernel_callback import activation_dtype
 from hf_speedkit.trainer.memory_check import bits_of, require_memory
 from hf_speedkit.trainer.mfu_inputs import flops_of, sliding_window
 from hf_speedkit.trainer.output import STEP_LOG_NAME, existing_run, refuse_existing_run
 from hf_speedkit.trainer.packed_layers import packed_layers, padded_attention
+from hf_speedkit.trainer.preparation import PreparedDatasets
 from hf_speedkit.trainer.progress import CompactProgress
 from hf_speedkit.trainer.recompute import RecomputeChoice
 from hf_speedkit.trainer.sinks import JsonlSink
 from hf_speedkit.trainer.startup import StartupProof
 from hf_speedkit.trainer.stragglers import log_stragglers
-from hf_speedkit.trainer.templates import MaskCheck, TemplateChecks, log_example
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback
 from hf_speedkit.trainer.trace_callback import TraceCallback
 from hf_speedkit.trainer.updates import FastUpdates
@@ -55,7 +54,7 @@ from hf_speedkit.trainer.updates import FastUpdates
 logger = logging.getLogger(__name__)
 
 
-class SpeedSFTTrainer(FastUpdates, SafeCheckpoints):
+class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
     """SFTTrainer with packing, proof and metrics on by default; same signature.
 
     TRL tokenizes and masks. Then documents are checked and counted, planned into rows of `tokens_per_batch` slots anew
@@ -100,8 +99,12 @@ class SpeedSFTTrainer(FastUpdates, SafeCheckpoints):
         self._changed_layers: tuple[str, ...] = ()
         self.packing_active = args.packing
         self.own_head = False
+        refuse_other_models(model)
         for name, dataset in named_datasets(train_dataset, eval_dataset):
-            check_dataset(dataset, text_field=args.dataset_text_field, formatting_func=formatting_func, name=name)
+            check_dataset(
+                dataset, text_field=args.dataset_text_field, formatting_func=formatting_func, name=name,
+                completion_only_loss=args.completion_only_loss,
+            )  # fmt: skip
         if self.packing_active:
             check_packing_request(args, data_collator, train_dataset, eval_dataset, model, peft_config)
         require_kernels(model, args)
@@ -124,10 +127,12 @@ class SpeedSFTTrainer(FastUpdates, SafeCheckpoints):
             peft_config=peft_config,
             formatting_func=formatting_func,
         )
+        for name, dataset in named_datasets(self.train_dataset, self.eval_dataset):
+            check_vocabulary(dataset, self.model, name)
+        if self.packing_active or max(args.per_device_train_batch_size, args.per_device_eval_batch_size) > 1:
+            check_pad_token(self._tokenizer.pad_token_id, self.model)
         if self.packing_active:
             refuse_leaking_family(self.model.config.get_text_config().model_type)
-            for name, dataset in named_datasets(self.train_dataset, self.eval_dataset):
-                check_vocabulary(dataset, self.model, name)
             # Vision-language classes deny it of their own loss, which is not used here; uncounted, an emptier row would
             # weigh as much as a full one.
             self.model_accepts_loss_kwargs = True
@@ -140,6 +145,7 @@ class SpeedSFTTrainer(FastUpdates, SafeCheckpoints):
                     args.row_slots,
                     target_positions=self.own_head,
                     sliding_window=sliding_window(self.model),
+                    vocabulary=embedding_rows(self.model) if self.stream is not None else None,
                 )
             )
         self.startup = StartupProof(self)
@@ -150,41 +156,6 @@ class SpeedSFTTrainer(FastUpdates, SafeCheckpoints):
         self.add_callback(self.recompute)
         self.trace = TraceCallback(args.trace_steps) if args.trace_steps else None
         attach(self, *(callback for callback in (self.startup, self.throughput, self.trace) if callback is not None))
-
-    def _prepare_dataset(
-        self, dataset: Any, processing_class: Any, args: SpeedSFTConfig, packing: bool, formatting_func: Any, name: str
-    ) -> Any:
-        """TRL's tokenization and masks, the template looked at before them; its packing is replaced by ours."""
-        streaming = isinstance(dataset, IterableDataset)
-        if packing and streaming:
-            dataset = share_of_rank(dataset, rank=args.process_index, world_size=args.world_size)
-        dataset = with_template_kwargs(dataset, args)
-        found = None if streaming else len(dataset)
-        checks = TemplateChecks(
-            self._tokenizer, self.chat_template, args.template_check, args.exclude_generation_prompt
-        )
-        if formatting_func is None:  # else it makes the text, and no template is rendered
-            checks.before(dataset, name)
-        dataset = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, name)
-        dataset = checks.after(dataset, name, num_proc=args.dataset_num_proc)
-        masks = MaskCheck(
-            name=name, assistant_only=args.assistant_only_loss, completion_only=bool(self.completion_only_loss)
-        )
-        if not packing:
-            masks.padded(dataset, found)
-            return dataset
-        if streaming:
-            stream = PackedStream(dataset, tokens_per_batch=args.row_slots, overlong=args.overlong)
-            rows, report = agree(lambda: stream.sample(SAMPLE_ROWS))
-            agree(lambda: masks.packed(report, rows))
-            log_example(rows, self._tokenizer, name)
-            return stream
-        dataset, report = prepare_documents(dataset, tokens_per_batch=args.row_slots, overlong=args.overlong)
-        masks.packed(report, dataset)
-        self._reports.setdefault(name, report)  # "train" is the first of that name: an evaluation set may have it too
-        logger.info("%s documents: %s", name, report.sentence())
-        log_example(dataset, self._tokenizer, name)
-        return dataset
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         dataset = self.train_dataset if train_dataset is None else train_dataset
@@ -199,14 +170,26 @@ class SpeedSFTTrainer(FastUpdates, SafeCheckpoints):
         return self._packed_sampler(eval_dataset, train=False)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Trainer's loader, with TRL's padding collator where evaluation is not packed but training is."""
-        if not self.packing_active or self._eval_is_packed():
+        """Trainer's loader, see `_evaluated`."""
+        with self._evaluated():
             return super().get_eval_dataloader(eval_dataset)
-        packed, self.data_collator = self.data_collator, self._padding_collator
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """Trainer's loader, see `_evaluated`."""
+        with self._evaluated():
+            return super().get_test_dataloader(test_dataset)
+
+    @contextmanager
+    def _evaluated(self) -> Iterator[None]:
+        """TRL's padding collator where evaluation is not packed but training is; a last, short batch counts as well."""
+        collator, drop_last = self.data_collator, self.args.dataloader_drop_last
+        if self.packing_active and not self._eval_is_packed():
+            self.data_collator = self._padding_collator
+        self.args.dataloader_drop_last = False
         try:
-            return super().get_eval_dataloader(eval_dataset)
+            yield
         finally:
-            self.data_collator = packed
+            self.data_collator, self.args.dataloader_drop_last = collator, drop_last
 
     def _eval_is_packed(self) -> bool:
         return self.packing_active if self.args.eval_packing is None else bool(self.args.eval_packing)

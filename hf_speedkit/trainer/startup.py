@@ -20,11 +20,12 @@ from hf_speedkit.trainer.agreement import agree, say_once
 from hf_speedkit.trainer.before_loading import loading_settings
 from hf_speedkit.trainer.communication import corrected_gathers
 from hf_speedkit.trainer.first_step import FirstStep
+from hf_speedkit.trainer.head_proof import probe_tokens, prove_loss_head
 from hf_speedkit.trainer.kernel_callback import activation_dtype
 from hf_speedkit.trainer.preflight import check_wrap_class, preflight
 from hf_speedkit.trainer.prepared import loaded_weights
 from hf_speedkit.trainer.rank_watch import RankWatch
-from hf_speedkit.trainer.resume_data import compare_documents
+from hf_speedkit.trainer.resume_data import compare_documents, padded_order
 from hf_speedkit.trainer.saved_totals import load_totals
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ class StartupProof(FirstStep):
             trainer.train_dataset,
             ignore=trainer.args.ignore_data_skip,
             streamed=trainer.stream is not None,
+            padded=None if trainer.packing_active else padded_order(trainer.args, trainer.train_dataset),
         )
 
     def prove(self) -> None:
@@ -117,12 +119,21 @@ class StartupProof(FirstStep):
             self.checks = agree(lambda: self._kernels(said.append))
             say_once(logger.warning, said)
         if not self._trainer.packing_active:
+            self._prove_head(None)
             return
         batch = agree(self.probe_batch)
+        self._prove_head(batch)
         if self._trainer.args.isolation_check:
             with self._timed("isolation"), training_mode(self._trainer.model_wrapped):
                 self.isolation = agree(lambda: assert_isolation(self._trainer.model_wrapped, batch))
             logger.info("isolation proven on %d packed documents", self.isolation.documents)
+
+    def _prove_head(self, batch: dict[str, Any] | None) -> None:
+        trainer = self._trainer
+        if trainer.uses_fused_head() and not trainer._is_vision_dataset:
+            ids = probe_tokens(trainer.model, trainer.args.device) if batch is None else batch["input_ids"]
+            prove = partial(prove_loss_head, dtype=activation_dtype(trainer.args), own=trainer.own_head)
+            agree(lambda: prove(trainer.model_wrapped, trainer.model, ids))
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Tell the sampler its epoch.
@@ -163,11 +174,12 @@ class StartupProof(FirstStep):
 
     def probe_batch(self) -> dict[str, Any]:
         """A real packed batch on the model's device, through the collator that training will use."""
-        batch: dict[str, Any] = self._trainer._prepare_inputs(self._trainer.data_collator(self._rows()))
+        batch: dict[str, Any] = self._trainer.data_collator(self._rows())
         for key in ("token_counts", "target_positions"):  # for the trainer's own loss, not for the model
             batch.pop(key, None)
-        check_packed_batch(batch)
-        return batch
+        prepared: dict[str, Any] = self._trainer._prepare_inputs(batch)
+        check_packed_batch(prepared)
+        return prepared
 
     def _rows(self) -> list[dict[str, Any]]:
         """Documents of one real row, two or more; the loader is not touched."""

@@ -15,6 +15,7 @@ from hf_speedkit.core.document_records import DocumentReport
 from hf_speedkit.core.errors import DatasetError, SpeedkitError
 from hf_speedkit.packing.boundaries import IGNORE_INDEX
 from hf_speedkit.packing.documents import prepare_documents
+from hf_speedkit.packing.row_rules import refuse_shifted_labels
 from hf_speedkit.packing.stream_documents import no_documents, read_document
 from hf_speedkit.trainer.conversation_checks import (
     SAMPLE_ROWS,
@@ -22,11 +23,15 @@ from hf_speedkit.trainer.conversation_checks import (
     conversations_of,
     generation_prompt_spans,
     judge_differences,
+    refuse_reasoning_line,
+    rendering_differences,
+)
+from hf_speedkit.trainer.conversation_refusals import (
     refuse_filled_arguments,
     refuse_foreign_roles,
     refuse_missing_template,
-    refuse_reasoning_line,
-    rendering_differences,
+    refuse_weighed_messages,
+    written_roles,
 )
 
 logger = logging.getLogger(__name__)
@@ -66,6 +71,10 @@ class TemplateChecks:
         refuse_missing_template(self.tokenizer, conversations)
         prompts = any("prompt" in row for row in sample)
         self._refuse(lambda: refuse_foreign_roles(conversations, self._train), name)
+        self._refuse(lambda: refuse_weighed_messages(conversations), name)
+        roles = written_roles(conversations, self._train)
+        if roles:
+            logger.warning("%s documents: %s", name, roles)
         self._refuse(lambda: refuse_reasoning_line(conversations, self._infer), name)
         self._refuse(lambda: refuse_filled_arguments(conversations), name)
         differences = self._refuse(lambda: rendering_differences(conversations, self._train, self._infer), name) or []
@@ -155,8 +164,9 @@ class MaskCheck:
             rows: its documents, of which the first are looked at.
 
         Raises:
-            DatasetError: every token that can be a target is one, or none is.
+            DatasetError: every token that can be a target is one, or none is; labels are shifted already.
         """
+        refuse_shifted_labels(islice(rows, SAMPLE_ROWS))
         if not report.documents:  # only a stream: `prepare_documents` has refused such a dataset
             looked = f"the first {report.documents_found:,}" if report.documents_found else "those"
             raise DatasetError(
@@ -195,8 +205,7 @@ class MaskCheck:
                     mend="raise max_length, or check the template's assistant mask",
                 )
             rows = dataset
-            tokens = dataset.select_columns(["input_ids", "labels"])
-            report = prepare_documents(tokens, tokens_per_batch=_ANY_LENGTH)[1]
+            report = prepare_documents(dataset, tokens_per_batch=_ANY_LENGTH)[1]
         else:  # images: tokenized batch by batch
             return
         if report is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,10 @@ import pyarrow as pa
 import pytest
 from datasets import Dataset
 
-from hf_speedkit.core.errors import DatasetError
+from hf_speedkit import PackedCollator
+from hf_speedkit.core.errors import DatasetError, PackingError
 from hf_speedkit.packing.documents import document_lengths, prepare_documents
+from hf_speedkit.packing.row_rules import refuse_shifted_labels
 from hf_speedkit.packing.stream_documents import no_documents, read_document
 
 NOT_TOKENS = {
@@ -73,10 +76,60 @@ def test_lengths_are_read_from_lists_of_integers_alone() -> None:
         document_lengths(Dataset.from_dict({"input_ids": ["abc"]}))
 
 
-@pytest.mark.parametrize("mask", ["completion_mask", "assistant_masks"])
+@pytest.mark.parametrize("mask", ["completion_mask", "assistant_masks", "loss_mask"])
 def test_a_mask_without_labels_is_refused_rather_than_dropped(mask: str) -> None:
     rows = [{"input_ids": [1, 2, 3], mask: [0, 0, 1]}]
     with pytest.raises(DatasetError, match=f"has {mask} but no labels"):
         prepare_documents(Dataset.from_list(rows), tokens_per_batch=8)
+    with pytest.raises(PackingError, match=f"has {mask} but no labels"):
+        PackedCollator(0, 8)(rows)
     labelled = [{**rows[0], "labels": [-100, -100, 3]}]
     assert prepare_documents(Dataset.from_list(labelled), tokens_per_batch=8)[1].target_tokens == 1
+
+
+PADDED = {"input_ids": [3, 4, 0], "labels": [3, 4, -100]}
+SAYING_ELSE = {
+    "padding on the right": ({"attention_mask": [1, 1, 0]}, PackingError, "attention_mask with zeros"),
+    "padding on the left": ({"attention_mask": [0, 1, 1]}, PackingError, "attention_mask with zeros"),
+    "documents by number in the mask": ({"attention_mask": [1, 1, 2]}, PackingError, "packed already"),
+    "positions that restart": ({"position_ids": [0, 1, 0]}, PackingError, "do not count from 0"),
+    "positions of three axes": ({"position_ids": [[0, 1, 2]] * 3}, PackingError, "packed detection reads"),
+    "lengths of TRL": ({"seq_lengths": [2, 1]}, DatasetError, "packed already"),
+    "boundaries of flash attention": ({"cu_seqlens": [0, 2, 3]}, DatasetError, "packed already"),
+    "numbers of documents": ({"seq_idx": [0, 0, 1]}, DatasetError, "packed already"),
+}
+
+
+@pytest.mark.parametrize(("columns", "error", "message"), SAYING_ELSE.values(), ids=SAYING_ELSE)
+def test_v12_v13_v24_a_column_that_says_a_row_is_padded_or_packed_is_not_dropped(
+    columns: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        prepare_documents(Dataset.from_list([PADDED | columns] * 2), tokens_per_batch=8)
+    with pytest.raises(error, match=message):
+        read_document(PADDED | columns, no_documents(8, "error"))
+    if "seq_lengths" not in columns:  # by those a row says to the collator that it is packed
+        with pytest.raises(error, match=message):
+            PackedCollator(0, 8)([PADDED | columns])
+
+
+def test_columns_that_say_the_same_as_the_tokens_are_left_behind() -> None:
+    row = PADDED | {"attention_mask": [True] * 3, "position_ids": [0, 1, 2], "segment_ids": "a name", "seq_idx": 7}
+    assert prepare_documents(Dataset.from_list([row]), tokens_per_batch=8)[0].column_names == ["input_ids", "labels"]
+    assert read_document(row, no_documents(8, "error"))[1].real_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("labels", "refused"),
+    [
+        ([4, 5, 6, 7, -100], True),
+        ([-100, 5, 6, 7, -100], False),  # too few to tell
+        ([3, 4, 5, 6, 7], False),
+        ([9, 9, 9, 9, 9], False),
+    ],
+)
+def test_v25_labels_that_are_shifted_already_are_told_by_their_values(labels: list[int], refused: bool) -> None:
+    rows = [{"input_ids": [3, 4, 5, 6, 7], "labels": labels}]
+    with pytest.raises(DatasetError, match="4 of 4 targets are the token after") if refused else nullcontext():
+        refuse_shifted_labels(rows)
+    refuse_shifted_labels([{"input_ids": [5] * 5, "labels": [5] * 5}, {"input_ids": [5, 6], "labels": None}])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hf_speedkit import PackedCollator, plan_packing
 from hf_speedkit.core.errors import DatasetError, PackingError
 from hf_speedkit.core.records import DocumentReport, to_json
-from hf_speedkit.packing import documents as documents_module
+from hf_speedkit.packing import document_columns
 from hf_speedkit.packing.documents import OVERLONG, document_lengths, prepare_documents
 
 IGNORED = -100
@@ -233,7 +233,7 @@ def expected_documents(
 
 def test_v19_every_token_survives_the_whole_way_whatever_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     # 1,700 documents of 3 tokens each, written in batches of 500, read in blocks of 300: slices with offsets.
-    monkeypatch.setattr(documents_module, "_BLOCK_ROWS", 300)
+    monkeypatch.setattr(document_columns, "BLOCK_ROWS", 300)
     rows = [list(range(3 * row, 3 * row + 3)) for row in range(1700)]
     parts = [Dataset.from_dict({"input_ids": rows[first : first + 500]}) for first in range(0, 1700, 500)]
     prepared, report = prepare_documents(concatenate_datasets(parts), tokens_per_batch=7)
@@ -249,7 +249,7 @@ def test_v19_every_token_survives_the_whole_way_whatever_the_blocks(monkeypatch:
 
 @pytest.mark.parametrize("overlong", ["split", "truncate"])
 def test_v19_slices_and_index_mappings_are_followed(overlong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents_module, "_BLOCK_ROWS", 4)
+    monkeypatch.setattr(document_columns, "BLOCK_ROWS", 4)
     rows = [list(range(100 * n, 100 * n + n)) for n in range(20)]
     whole = dataset_of(*[(ids, [IGNORED if token % 3 else token for token in ids]) for ids in rows])
     views = [whole.select(range(5, 17)), whole.shuffle(seed=0), whole.filter(lambda row: len(row["input_ids"]) % 2)]

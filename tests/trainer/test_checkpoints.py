@@ -10,8 +10,10 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,6 +41,7 @@ from hf_speedkit.trainer.checkpoint_folder import (
 )
 from hf_speedkit.trainer.resume import Reader, check_kind, settle_resume
 from hf_speedkit.trainer.resume_data import compare_documents
+from hf_speedkit.trainer.resume_model import refuse_missing_weights
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -514,3 +517,35 @@ def test_v43_the_final_model_is_stored_as_asked_and_its_decays_stay_as_trained(t
 def test_auto_stores_what_a_run_computes_in(tmp_path, dtype, stored):
     small(tmp_path, export_dtype=dtype, save_strategy="no").save_model(str(tmp_path / "final"))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype="auto").dtype == stored
+
+
+PADDED = {"packing": False, "documents": 4, "documents_per_step": 2, "seed": 1}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({}, None),
+        ({"seed": 2}, "seed: saved 1, now 2"),
+        ({"documents_per_step": 4}, "documents_per_step: saved 2, now 4"),
+        ({"documents": 5}, "documents: saved 4, now 5"),
+        (None, "train on other documents"),
+    ],
+)
+def test_a_padded_resume_that_would_skip_other_documents_is_refused(changed, message):
+    """Trainer skips as many batches as the saved run took, whatever is in them."""
+    state = TrainerState()
+    compare_documents(state, None, tokenized([4, 5, 6, 7]), ignore=False, padded=PADDED)
+    state.global_step = 3
+    again = tokenized([4, 5, 6, 7], seed=int(changed is None))
+    with pytest.raises(PackingError, match=message) if message else nullcontext():
+        compare_documents(state, None, again, ignore=False, padded=PADDED | (changed or {}))
+    compare_documents(state, None, again, ignore=True, padded=PADDED | (changed or {}))
+
+
+def test_a_checkpoint_without_some_of_the_weights_is_refused():
+    """Trainer warns and trains them from where they began."""
+    model = tiny_llama()
+    refuse_missing_weights(model, SimpleNamespace(missing_keys=["a.buffer"]))
+    with pytest.raises(CheckpointError, match="lacks 1 of the model's"):
+        refuse_missing_weights(model, SimpleNamespace(missing_keys=["model.norm.weight"]))

@@ -65,9 +65,17 @@ def test_checkpointing_can_be_set_by_either_name(tmp_path, name, on):
         ({"per_device_eval_batch_size": 8}, "per_device_eval_batch_size=1"),
         ({"auto_find_batch_size": True}, "lower tokens_per_batch"),
         ({"packing": False, "eval_packing": True}, "set packing=True as well"),
+        ({"truncation_mode": "keep_end"}, "not known to packing"),
+        ({"packing": "false"}, "packing is True or False"),
+        ({"eval_packing": "false"}, "True, False or None"),
+        ({"cost_window_steps": "2"}, "a whole number of steps"),
+        ({"trace_steps": [0]}, "a list of optimizer steps"),
+        ({"peak_tflops": "989"}, "a number of TFLOP/s"),
+        ({"stuck_rank_timeout_s": -1}, "a number of seconds"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
+@pytest.mark.filterwarnings("ignore:The `'keep_end'` truncation mode:FutureWarning")
 def test_settings_that_cannot_work_are_refused_with_the_one_to_change(tmp_path, given, message):
     with pytest.raises(ConfigurationError, match=message):
         config(tmp_path, **given)

@@ -6,9 +6,12 @@ import pytest
 import torch
 from support import tiny_hybrid, tiny_llama, tiny_tokenizer, tokenized
 from transformers import MixtralConfig, MixtralForCausalLM
+from transformers.models.mixtral import modeling_mixtral
 
 from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
-from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.core.errors import ConfigurationError, NonFiniteError
+from hf_speedkit.trainer.expert_balance import without_padding
+from hf_speedkit.trainer.head_proof import probe_tokens, prove_loss_head
 from hf_speedkit.trainer.startup import training_mode
 
 LENGTHS = [9, 4, 17, 2, 30, 8]
@@ -16,13 +19,17 @@ HELD_OUT = [2, 2, 2, 30, 4, 25, 3, 3]
 
 
 def trainer_for(path, *, model=None, **changes):
-    extra = {key: changes.pop(key) for key in ("eval_dataset", "compute_metrics", "peft_config") if key in changes}
+    extra = {
+        key: changes.pop(key)
+        for key in ("eval_dataset", "compute_metrics", "compute_loss_func", "peft_config")
+        if key in changes
+    }
     values = {
         "output_dir": str(path), "use_cpu": True, "bf16": False, "tokens_per_batch": 32, "disable_tqdm": True,
         "activation_checkpointing": False, "save_strategy": "no", "logging_steps": 1, "num_train_epochs": 1,
         "learning_rate": 1e-3, "report_to": "none",
     }  # fmt: skip
-    return SpeedSFTTrainer(
+    return changes.pop("cls", SpeedSFTTrainer)(
         model=tiny_hybrid() if model is None else model,
         args=SpeedSFTConfig(**{**values, **changes}),
         train_dataset=tokenized(LENGTHS),
@@ -70,6 +77,31 @@ def test_v26_eval_loss_of_a_mixture_of_experts_weighs_tokens_and_not_rows(tmp_pa
     assert trainer.evaluate()["eval_loss"] == pytest.approx(token_mean_loss(model, held_out), rel=1e-5)
 
 
+def test_padding_of_packed_rows_does_not_balance_experts(tmp_path):
+    """The same documents in a full row and in one that is half padding have one loss, its auxiliary part included."""
+    held_out = tokenized([12, 20], seed=7)
+    losses = [
+        trainer_for(tmp_path, model=tiny_mixture(), eval_dataset=held_out, router_aux_loss_coef=0.5, **rows)
+        .evaluate()["eval_loss"]
+        for rows in ({"tokens_per_batch": 32}, {"tokens_per_batch": 64})
+    ]  # fmt: skip
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    gates = (torch.randn(8, 4),) * 2
+    with without_padding(0):
+        assert modeling_mixtral.load_balancing_loss_func(gates, 4, 2) == 0
+    assert modeling_mixtral.load_balancing_loss_func(gates, 4, 2) > 0
+
+
+def test_v30_a_nan_loss_ends_training_without_metrics_too(tmp_path):
+    trainer = trainer_for(tmp_path, throughput=False)
+    trainer.model.train()
+    trainer.log({"loss": 4.0, "grad_norm": 1.0})
+    with pytest.raises(NonFiniteError, match="a step up to step 0 had a NaN"):
+        trainer.log({"loss": float("nan")})
+    trainer.args.nonfinite = "warn"
+    trainer.log({"loss": float("nan")})
+
+
 def test_rows_are_weighed_by_their_targets_where_a_model_denies_loss_arguments(tmp_path):
     """As vision-language classes do (Qwen3_5ForConditionalGeneration); of four rows here the last is empty."""
     model = tiny_hybrid()
@@ -94,6 +126,45 @@ def test_num_tokens_counts_real_tokens_where_trls_own_loss_serves(tmp_path, chan
     assert [entry["num_tokens"] for entry in logged] == [entry["speed/total_real_tokens"] for entry in logged]
     assert logged[-1]["num_tokens"] == 2 * sum(LENGTHS)
     assert logged[-1]["num_tokens"] < logged[-1]["speed/total_slots"]
+
+
+class OwnLoss(SpeedSFTTrainer):
+    """As TRL advises in place of compute_loss_func: everything goes to the model, labels too."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs, labels = model(**inputs), inputs["labels"][:, 1:].flatten()
+        nll = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels, reduction="sum")
+        loss = nll / (labels.ne(-100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_v26_v32_a_subclass_with_a_loss_of_its_own_trains_and_is_measured_like_any(tmp_path):
+    """Of the rows of the one step some are empty: the model's own loss of those is 0 / 0, and not used."""
+    model = tiny_llama()
+    expected = token_mean_loss(model, tokenized(LENGTHS))
+    trainer = trainer_for(
+        tmp_path, model=model, cls=OwnLoss, gradient_accumulation_steps=8, eval_dataset=tokenized(HELD_OUT, seed=7)
+    )
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(
+        token_mean_loss(model, tokenized(HELD_OUT, seed=7)), rel=1e-5
+    )
+    trainer.train()
+    (logged,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert logged["loss"] == pytest.approx(expected, rel=1e-5)
+    assert logged["num_tokens"] == logged["speed/total_real_tokens"] == sum(LENGTHS)
+    assert logged["speed/total_target_tokens"] == sum(LENGTHS) - len(LENGTHS)
+
+
+@pytest.mark.filterwarnings("ignore:`return_outputs=True`:FutureWarning")
+def test_v26_a_short_last_batch_counts_in_evaluation_whatever_training_drops(tmp_path):
+    held_out = tokenized(HELD_OUT, seed=7)
+    changes = {"eval_packing": False, "per_device_eval_batch_size": 5, "dataloader_drop_last": True}
+    trainer = trainer_for(tmp_path, eval_dataset=held_out, **changes)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(token_mean_loss(tiny_hybrid(), held_out), rel=1e-5)
+    assert trainer.predict(held_out).metrics["test_loss"] == pytest.approx(
+        token_mean_loss(tiny_hybrid(), held_out), rel=1e-5
+    )
+    assert trainer.args.dataloader_drop_last
 
 
 def test_the_isolation_probe_sees_the_model_as_it_trains(tmp_path):
@@ -162,3 +233,50 @@ def test_adapters_with_virtual_tokens_are_refused(tmp_path):
 
     with pytest.raises(ConfigurationError, match="PromptTuningConfig puts virtual tokens before a row"):
         trainer_for(tmp_path, peft_config=PromptTuningConfig())
+
+
+def test_v32_a_head_that_does_more_than_its_weight_is_refused_with_a_loss_that_is_right(tmp_path):
+    """TRL's fused head (1.16) and ours take the last hidden states times a weight; ModernBERT's decoder does more."""
+    from transformers import ModernBertDecoderConfig, ModernBertDecoderForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ids = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 1}
+    model = ModernBertDecoderForCausalLM(ModernBertDecoderConfig(**sizes, **ids, vocab_size=64))
+    expected = token_mean_loss(model, tokenized(LENGTHS))
+    with pytest.raises(ConfigurationError, match="does not compute the loss of the model's own logits") as refused:
+        trainer_for(tmp_path, model=model).train()
+    names = {"transformers": __import__("transformers.loss.loss_utils")}
+    exec(refused.value.mend, names)
+    total = 0.0
+    for row in tokenized(LENGTHS):
+        ids = torch.tensor([row["input_ids"]])
+        total += names["compute_loss_func"](model(ids), ids, sum(LENGTHS) - len(LENGTHS)).item()
+    assert total == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_head_of_every_kind_of_model_here_computes_its_own_loss():
+    """fp32, random weights: the same products in another order."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    for model in (tiny_llama(), tiny_mixture()):
+        before = [module.training for module in model.train().modules()]
+        add_fused_lm_head(model)
+        tokens = probe_tokens(model, torch.device("cpu"))
+        assert prove_loss_head(model, model, tokens, dtype=None, own=False) < 1e-5
+        assert [module.training for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("kind", ["an encoder and a decoder", "no causal language model"])
+def test_models_of_another_kind_are_refused_before_anything_is_tokenized(tmp_path, kind):
+    from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
+
+    sizes = {"num_layers": 1, "num_heads": 2, "vocab_size": 64}
+    bert = BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    model = (
+        T5ForConditionalGeneration(T5Config(d_model=32, d_ff=8, d_kv=8, **sizes))
+        if kind.startswith("an encoder")
+        else BertForMaskedLM(bert)
+    )
+    with pytest.raises(ConfigurationError, match=kind):
+        trainer_for(tmp_path, model=model)

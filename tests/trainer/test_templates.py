@@ -1,10 +1,12 @@
 """Templates and masks: what would train on nothing, on everything, or on another text than inference has."""
 
 import logging
+from contextlib import nullcontext
 
 import pytest
 from datasets import Dataset, IterableDataset
 from support import VOCABULARY, tiny_llama
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
@@ -86,15 +88,16 @@ ONLY_ITS_OWN = "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{
     ("rows", "template", "said"),
     [
         (SHAREGPT, ONLY_ITS_OWN, "leaves out every message of 'human', 'gpt'"),
-        (SHAREGPT, PLAIN, None),  # it writes any role
+        (SHAREGPT, PLAIN, None),  # it writes any role; a warning says that these are not those of inference
         ([{"messages": chat("w3", "w4")}], None, "the tokenizer has no chat template"),
         ([{"text": "w3 w4"}], None, None),
     ],
 )
-def test_conversations_that_the_template_would_not_write_are_refused_with_the_mend(rows, template, said):
+def test_conversations_that_the_template_would_not_write_are_refused_with_the_mend(rows, template, said, caplog):
     checks = TemplateChecks(tokenizer_with(template), None, "strict", False)
     if said is None:
         checks.before(Dataset.from_list(rows), "train")
+        assert ("writes the roles 'human', 'gpt' out" in caplog.text) is (rows is SHAREGPT)
         return
     with pytest.raises(DatasetError, match=said) as refused:
         checks.before(Dataset.from_list(rows), "train")
@@ -178,6 +181,21 @@ def test_completion_only_targets_survive_packing(tmp_path):
     assert (report.documents, report.target_tokens) == (5, 5 * 2)  # "ok" and the end
     trainer.train()
     assert trainer.throughput.run_totals().session.target == 10
+
+
+def test_a_token_that_text_and_tokenizer_both_write_is_named(tmp_path, caplog):
+    tokenizer = tokenizer_with(PLAIN)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<unk> $A", special_tokens=[("<unk>", 2)])
+    tokenizer.bos_token = "<unk>"
+    args = SpeedSFTConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, tokens_per_batch=64, report_to="none",
+        neftune_noise_alpha=5.0,
+    )  # fmt: skip
+    rows = Dataset.from_dict({"text": ["<unk> w1 w2"] * 2})
+    SpeedSFTTrainer(tiny_llama(), args, train_dataset=rows, processing_class=tokenizer)
+    assert "2 of 2 begin with '<unk>' twice" in caplog.text
+    # Rows of 64 slots, documents of 5 tokens: noise is divided by 8 and not by the root of 5.
+    assert "3.6 times less noise than without packing; neftune_noise_alpha=17.9" in caplog.text
 
 
 # ---- the example -----------------------------------------------------------------------------------------------------
@@ -336,6 +354,74 @@ def test_the_line_of_qwen_3_8_is_refused_and_without_it_nothing_differs(qwen, ca
     silenced = dataset.add_column("chat_template_kwargs", [{"enable_thinking": False}])
     looked.before(silenced, "train")
     assert not caplog.records
+
+
+# ---- wishes that nothing follows -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["weight", "train"])
+@pytest.mark.parametrize(("values", "refused"), [((1, 0), True), ((1, 1), False), ((None, None), False)])
+def test_v82_messages_that_are_to_weigh_nothing_are_refused(key, values, refused):
+    messages = [dict(message, **{key: value}) for message, value in zip(chat("w1", "w2"), values, strict=True)]
+    dataset = Dataset.from_list([{"messages": messages}])
+    with pytest.raises(DatasetError, match=f'1 of 2 messages have "{key}"') if refused else nullcontext():
+        checks(PLAIN).before(dataset, "train")
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"tools": "search"}], "no JSON"),
+        ([{"chat_template_kwargs": {"a": 1}}, {"chat_template_kwargs": {"b": 1}}], "no value for 'b'"),
+    ],
+)
+def test_arguments_of_a_template_that_are_filled_in_or_no_json_are_refused(rows, message):
+    with pytest.raises(DatasetError, match=message):
+        checks(PLAIN).before(Dataset.from_list([{"messages": chat("w1", "w2"), **row} for row in rows]), "train")
+
+
+# ---- each dataset by what it holds -----------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:`return_outputs=True`:FutureWarning")
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+def test_v82_an_evaluation_set_is_masked_by_what_it_holds_and_not_by_the_training_data(tmp_path, packing):
+    """TRL takes the training data's format for all; predictions are made of any set that can be evaluated."""
+    trainer = trainer_for(tmp_path, Dataset.from_dict({"text": ["w1 w2 w3"]}), PLAIN, packing=packing, max_length=64)
+    scored = {}
+    for name, rows in {"pairs": completions(2), "text": Dataset.from_dict({"text": ["w1 w2"]})}.items():
+        scored[name] = trainer.predict(rows)
+        assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(scored[name].metrics["test_loss"])
+    targets = {name: int((found.label_ids != -100).sum()) for name, found in scored.items()}
+    assert targets == {"pairs": 2 * 2, "text": 2 if packing else 3}  # a collator of TRL's masks no first token
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_conversations_without_an_answer_are_left_out_and_not_the_end_of_the_run(tmp_path, caplog, streaming):
+    rows = [*chats(2).to_list(), {"messages": chat("w1")}]
+    dataset = Dataset.from_list(rows).to_iterable_dataset() if streaming else Dataset.from_list(rows)
+    trainer = trainer_for(tmp_path, dataset, MARKED, assistant_only_loss=True)
+    found = trainer.train_dataset.sample(9)[0] if streaming else trainer.train_dataset
+    assert len(found) == 2
+    assert ("1 of 3 conversations have no answer" in caplog.text) is not streaming
+
+
+def test_v17_what_a_padded_run_cuts_is_counted(tmp_path, caplog):
+    texts = Dataset.from_dict({"text": ["w1 w2 w3 w4 w5 w6", "w1"]})
+    trainer = trainer_for(tmp_path, texts, PLAIN, packing=False, max_length=4)
+    assert "1 of 2 are longer than max_length=4 and cut there; 3 of 9 tokens (33.3%) are lost" in caplog.text
+    assert list(map(len, trainer.train_dataset["input_ids"])) == [4, 2]
+
+
+def test_documents_that_were_prepared_by_the_user_are_checked_all_the_same(tmp_path):
+    rows = [{"input_ids": [3, 4, 5], "labels": [-100] * 3}, {"input_ids": [3, 4, 5], "labels": [-100, 4, 5]}]
+    trainer = trainer_for(tmp_path, Dataset.from_list(rows), PLAIN, dataset_kwargs={"skip_prepare_dataset": True})
+    assert trainer.summary().documents.targetless_documents == 1
+    with pytest.raises(DatasetError, match="no eos_token"):
+        tokenizer = tokenizer_with(PLAIN)
+        tokenizer.eos_token = None
+        trainer._tokenizer = tokenizer
+        trainer.evaluate(Dataset.from_dict({"text": ["w1"]}))
 
 
 # ---- tool calls ------------------------------------------------------------------------------------------------------

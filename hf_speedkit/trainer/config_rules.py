@@ -1,0 +1,146 @@
+"""What the settings of SpeedSFTConfig may be, and what packing makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.trainer.launching import refuse_split_rows
+
+STRATEGIES = ("auto", "fifo_close", "best_fit_decreasing", "next_fit")
+OVERLONG = ("error", "split", "truncate", "drop")
+VERIFICATIONS = ("checksums", "sizes")
+EXPORTS = ("auto", "stored", "bfloat16", "float16", "float32")
+ASSERTIONS = ("auto", "strict", "warn", "off")
+_PROBED_SLOTS = 6  # three documents of two tokens, see StartupProof
+# TRL's names for what we do as well, so that an SFTConfig can be moved over unchanged.
+TRL_STRATEGIES = {"bfd": "best_fit_decreasing", "bfd_split": "best_fit_decreasing"}
+
+
+def _is_int(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_number(value: object, *, above: float = 0.0, or_zero: bool = False) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and (value > above or (or_zero and value == above))  # type: ignore[operator]
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+_SWITCHES = ("packing", "fused_layers", "fused_optimizer", "isolation_check", "throughput", "step_log",
+             "allow_existing_output", "exclude_generation_prompt")  # fmt: skip
+# Text such as "false" is true to Python, and a wrong number would be found after the model is loaded, or never.
+_VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    *((name, _is_bool, "True or False") for name in _SWITCHES),
+    ("eval_packing", lambda value: value is None or _is_bool(value), "True, False or None"),
+    ("cost_window_steps", lambda value: value is None or _is_int(value, 1), "a whole number of steps from 1 up"),
+    ("count_launches_every", lambda value: _is_int(value, 0), "a whole number of steps, or 0"),
+    ("peak_tflops", lambda value: value is None or _is_number(value), "a number of TFLOP/s"),
+    ("stuck_rank_timeout_s", lambda value: _is_number(value, or_zero=True), "a number of seconds, or 0"),
+    ("fsdp_prefetch_layers", lambda value: value is None or _is_int(value, 0), "a whole number of layers"),
+    (
+        "trace_steps",
+        lambda value: value is None or (isinstance(value, (list, tuple)) and all(_is_int(step, 1) for step in value)),
+        "a list of optimizer steps, [20] for example",
+    ),
+)
+
+
+def check_choices(config: Any) -> None:
+    """Refuse settings of this package that are of another type, out of range, or none of the choices there are.
+
+    Raises:
+        ConfigurationError: names the setting and what it may be.
+    """
+    for name, fits, wanted in _VALUES:
+        value = getattr(config, name)
+        if not fits(value):
+            raise ConfigurationError(f"{name}={value!r} is not a choice", mend=f"{name} is {wanted}")
+    for name, choices in (
+        ("overlong", OVERLONG),
+        ("kernel_assertion", ASSERTIONS),
+        ("packed_attention", ("auto", "keep")),
+        ("loss_head", ("auto", "trl")),
+        ("checkpoint_verification", VERIFICATIONS),
+        ("export_dtype", EXPORTS),
+        ("nonfinite", ("strict", "warn")),
+        ("template_check", ("strict", "warn", "off")),
+        ("memory_check", ("strict", "warn", "off")),
+        ("packing_strategy", (*STRATEGIES, *TRL_STRATEGIES, "wrapped")),
+    ):
+        value = getattr(config, name)
+        if value not in choices:
+            raise ConfigurationError(
+                f"{name}={value!r} is not a choice", mend=f"{name} is one of: {', '.join(choices)}"
+            )
+
+    layers = str(config.activation_checkpointing_layers)
+    if layers not in ("auto", "all") and not layers.isdecimal():
+        raise ConfigurationError(
+            f"activation_checkpointing_layers={layers!r} is not a choice",
+            mend="activation_checkpointing_layers is auto, all, or a number of layers",
+        )
+
+
+def settle_packing(config: Any) -> None:
+    """Settle the shape of a packed row in place, and refuse settings that packing cannot follow.
+
+    Raises:
+        ConfigurationError: names the setting to change.
+    """
+    if config.packing_strategy == "wrapped":
+        raise ConfigurationError(
+            'packing_strategy="wrapped" cuts documents anywhere and lets them attend to one another',
+            mend='packing_strategy="auto" packs whole documents at more than 99 % of the row',
+        )
+    if config.packing_strategy == "bfd_split":
+        config.overlong = "split"
+    config.packing_strategy = TRL_STRATEGIES.get(config.packing_strategy, config.packing_strategy)
+    refuse_split_rows(config.parallelism_config)
+    if config.padding_free:
+        raise ConfigurationError(
+            "padding_free=True is part of packing here and must not be set beside it",
+            evidence=("TRL would replace the collator, and the rows would have a new shape every step",),
+            mend="leave padding_free unset; packing=True is enough",
+        )
+    if config.tokens_per_batch is None:
+        if config.max_length is None:
+            raise ConfigurationError(
+                "the length of a packed row is not set",
+                mend="set tokens_per_batch, for example tokens_per_batch=8192",
+            )
+        config.tokens_per_batch = int(config.max_length * config.per_device_train_batch_size)
+    shortest = _PROBED_SLOTS if config.isolation_check else 2
+    if not isinstance(config.tokens_per_batch, int) or config.tokens_per_batch < shortest:
+        raise ConfigurationError(
+            f"tokens_per_batch={config.tokens_per_batch} leaves no token to predict, or no documents to compare",
+            evidence=("a document needs two tokens, and the isolation proof three documents in a row",),
+            mend="set tokens_per_batch to at least the longest document",
+        )
+    if config.per_device_eval_batch_size != 1 and config.eval_packing is not False:
+        raise ConfigurationError(
+            f"per_device_eval_batch_size={config.per_device_eval_batch_size} with packing",
+            evidence=("a forward pass takes one row of tokens_per_batch slots; more rows would be a new shape",),
+            mend="per_device_eval_batch_size=1 (or eval_packing=False to evaluate on padded batches)",
+        )
+    if config.auto_find_batch_size:
+        raise ConfigurationError(
+            "auto_find_batch_size cannot shrink a packed row",
+            mend="lower tokens_per_batch instead, or raise gradient_accumulation_steps",
+        )
+    if config.truncation_mode != "keep_start":
+        raise ConfigurationError(
+            f"truncation_mode={config.truncation_mode!r} is not known to packing",
+            evidence=('overlong="truncate" keeps the beginning of a document',),
+            mend='cut documents before they are passed, or overlong="drop" or "split"',
+        )
+    if (config.dataset_kwargs or {}).get("skip_prepare_dataset"):
+        # Tokenized rows pass TRL's preparation as they are; documents must be checked and counted in any case.
+        config.dataset_kwargs = {**config.dataset_kwargs, "skip_prepare_dataset": False}
+    config.per_device_train_batch_size = 1
+    # TRL would cut every document at max_length (1,024 by default) without a word.
+    config.max_length = None

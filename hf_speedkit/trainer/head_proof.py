@@ -1,0 +1,109 @@
+"""The loss that is trained is that of the model's own logits, shown on a few tokens before step 1.
+
+TRL's loss head (and ours) multiplies the last hidden states by the output layer's weight. A model that does more
+between the two, such as a dense layer and a norm (BERT, ModernBERT's decoder), would train another function than the
+one it is used with, and its loss curve looks like any other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.trainer.adapters import below_adapters
+
+_TOKENS = 16
+# Of the largest logit: both ways round products of the same numbers, in fp32 perhaps through TF32 (11 bits).
+_TOLERANCE = {torch.float32: 2.0**-8}
+_COARSE_TOLERANCE = 2.0**-6
+
+_OWN_LOGITS = (
+    "compute_loss_func=lambda outputs, labels, num_items_in_batch: "
+    "transformers.loss.loss_utils.ForCausalLMLoss(outputs.logits, labels, outputs.logits.shape[-1], num_items_in_batch)"
+)
+
+
+def refuse_other_models(model: Any) -> None:
+    """Refuse models that are no causal language models, before anything is tokenized.
+
+    Raises:
+        ConfigurationError: an encoder with a decoder, or a model without an output layer to generate with.
+    """
+    if isinstance(model, str):
+        return
+    name = type(below_adapters(model)).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ConfigurationError(
+            f"{name} has an encoder and a decoder; supervised fine-tuning here is that of causal language models",
+            mend="transformers' Seq2SeqTrainer, with hf_speedkit.attach(trainer, ThroughputCallback())",
+        )
+    if model.get_output_embeddings() is None or getattr(model, "generation_config", None) is None:
+        raise ConfigurationError(
+            f"{name} is no causal language model: it cannot generate",
+            mend="load it with AutoModelForCausalLM",
+        )
+
+
+def probe_tokens(model: Any, device: torch.device) -> torch.Tensor:
+    """Some tokens that a model knows, int64 [1, 16]."""
+    return torch.arange(_TOKENS, device=device)[None] % len(model.get_input_embeddings().weight)
+
+
+def prove_loss_head(
+    model: torch.nn.Module, inner: Any, input_ids: torch.Tensor, *, dtype: torch.dtype | None, own: bool
+) -> float:
+    """Compare the loss head's log-probabilities with those of the model's own logits; all ranks must call it.
+
+    Args:
+        model: as prepared for training; its modes are left as they were.
+        inner: the same before it was wrapped.
+        input_ids: int64 [1, T] or [B, T]; the first 16 tokens of the first row are looked at.
+        dtype: that the model computes in; None: that of its output layer.
+        own: our head is in place, beside TRL's.
+
+    Returns:
+        The largest difference of a log-probability.
+
+    Raises:
+        ConfigurationError: they differ by more than rounding.
+
+    Cost: two or three forward passes on 16 tokens.
+    """
+    base = below_adapters(inner)
+    if base.base_model is base:
+        raise ConfigurationError(
+            f"TRL's loss head finds no layers below the output layer of {type(base).__name__}",
+            evidence=(f"its base_model_prefix {base.base_model_prefix!r} is the name of nothing in it",),
+            mend="transformers' Trainer, with hf_speedkit.attach(trainer, ThroughputCallback())",
+        )
+    ids = input_ids[:1, :_TOKENS]
+    training = [module for module in model.modules() if module.training]
+    model.eval()  # dropout would draw other masks
+    try:
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+            found = model(input_ids=ids, labels=ids, use_cache=False, fused_lm_head=True).log_probs[0].float()
+            expected = torch.log_softmax(logits, -1).gather(-1, ids[0, 1:, None])[:, 0]
+            difference = float((found - expected).abs().max())
+            if own:
+                positions = torch.arange(ids.shape[1] - 1, device=ids.device)
+                nll = model(input_ids=ids, labels=ids, use_cache=False, target_positions=positions).nll
+                difference = max(difference, float((nll + expected.sum()).abs()) / len(positions))
+    finally:
+        for module in training:
+            module.training = True
+    if dtype is None:
+        dtype = base.get_output_embeddings().weight.dtype
+    allowed = _TOLERANCE.get(dtype, _COARSE_TOLERANCE) * max(1.0, float(logits.abs().max()))
+    if not difference <= allowed:
+        raise ConfigurationError(
+            f"the loss head of {type(base).__name__} does not compute the loss of the model's own logits",
+            evidence=(
+                f"log-probabilities differ by up to {difference:.2g} (rounding: {allowed:.2g}): the model does more "
+                "than multiply by its output layer's weight",
+            ),
+            mend=_OWN_LOGITS,
+        )
+    return difference

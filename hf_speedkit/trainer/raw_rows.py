@@ -1,0 +1,209 @@
+"""Rows before tokenization: which of their columns TRL reads, and rows it would fail on hours later or train wrong.
+
+TRL 1.16 asks a row's columns several times over and answers differently each time: with `text` beside `prompt` and
+`completion` the end token goes onto the text and the completion never ends; with `messages` beside `completion` the
+order of a Python set decides which one it looks at. So only the columns that are trained on are left for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from datasets import Dataset, IterableDataset, Value
+
+from hf_speedkit.core.errors import DatasetError
+
+logger = logging.getLogger(__name__)
+
+_PAIR = ("prompt", "completion")
+_OF_OTHER_TRAINERS = ("chosen", "rejected")
+_WEIGHTS = ("weight", "weights", "sample_weight", "sample_weights", "loss_weight", "loss_weights")
+
+
+def columns_of(dataset: Any) -> list[str]:
+    """A dataset's columns; of a stream that does not know them those of its first row."""
+    if dataset.column_names is not None:
+        return list(dataset.column_names)
+    return list(next(iter(dataset), {}))
+
+
+def is_pair(columns: Any) -> bool:
+    """Whether rows are prompts and completions."""
+    return set(_PAIR) <= set(columns)
+
+
+def one_format(dataset: Any, text_field: str) -> Any:
+    """The dataset with the columns of one format: prompt and completion, else messages, else text.
+
+    `conversations` of roles and contents become `messages`, and `messages` of from and value `conversations`: TRL knows
+    each only under the other name. Columns that no format names stay.
+
+    Args:
+        dataset: not tokenized; one that is comes back as it is.
+        text_field: column of plain text.
+    """
+    columns = columns_of(dataset)
+    if "input_ids" in columns:
+        return dataset
+    formats: tuple[tuple[str, ...], ...] = (_PAIR, ("messages",), ("conversations",), (text_field,))
+    chosen = next((names for names in formats if set(names) <= set(columns)), None)
+    if chosen is None:
+        return dataset
+    known = {*_PAIR, *_OF_OTHER_TRAINERS, "messages", "conversations", text_field}
+    others = [name for name in columns if name in known and name not in chosen]
+    if others:
+        logger.info("the dataset is read as %s; left out: %s", " and ".join(chosen), ", ".join(others))
+        dataset = dataset.remove_columns(others)
+    weights = [name for name in columns if name in _WEIGHTS]
+    if weights:
+        logger.warning("the column %r weighs nothing: every target token counts the same", weights[0])
+    if chosen in (("messages",), ("conversations",)):
+        row: Mapping[str, Any] = next(iter(dataset), {})
+        first = row.get(chosen[0]) or [{}]
+        wanted = "conversations" if isinstance(first[0], Mapping) and "from" in first[0] else "messages"
+        if wanted != chosen[0]:
+            dataset = dataset.rename_column(chosen[0], wanted)
+    return dataset
+
+
+def formatted(dataset: Any, formatting_func: Callable[[Any], Any], text_field: str) -> Any:
+    """The dataset as plain text. TRL keeps the other columns, and where there are `messages` trains on those instead.
+
+    Raises:
+        DatasetError: the function returns something else than a text; for a stream while it is read.
+    """
+    arguments = {"formatting_func": formatting_func, "text_field": text_field}
+    return dataset.map(_format, fn_kwargs=arguments, remove_columns=columns_of(dataset))
+
+
+def _format(row: Mapping[str, Any], formatting_func: Callable[[Any], Any], text_field: str) -> dict[str, str]:
+    text = formatting_func(row)
+    if not isinstance(text, str):
+        raise DatasetError(
+            f"formatting_func returned a {type(text).__name__}, not a text",
+            mend="return one string for the one row that it is given",
+        )
+    return {text_field: text}
+
+
+def answered(dataset: Any, name: str) -> Any:
+    """The conversations that have an answer: TRL stops at the first that has none, in a stream hours later.
+
+    Args:
+        dataset: with `messages`.
+        name: for the log.
+    """
+    if isinstance(dataset, IterableDataset):
+        return dataset.filter(_has_answer, input_columns="messages")
+    kept = dataset.filter(_has_answer, input_columns="messages")
+    if 0 < len(kept) < len(dataset):
+        logger.warning("%s documents: %s of %s conversations have no answer and are left out", name,
+                       f"{len(dataset) - len(kept):,}", f"{len(dataset):,}")  # fmt: skip
+    return kept if len(kept) else dataset  # all of them: what TRL says then is right
+
+
+def _has_answer(messages: Any) -> bool:
+    return any(message.get("role", message.get("from")) in ("assistant", "gpt") for message in messages)
+
+
+def check_raw_rows(dataset: Dataset, text_field: str, name: str) -> None:
+    """Refuse rows without a value, and columns that are not of a format's types.
+
+    Args:
+        dataset: as `one_format` reads it: tokenized, prompt and completion, or text; conversations are looked at apart.
+        text_field: column of plain text.
+        name: "train" or the name of an evaluation set, for messages.
+
+    Raises:
+        DatasetError: names the column and the rows.
+
+    Cost: null counts of arrow, milliseconds.
+    """
+    columns = dataset.column_names
+    if "input_ids" in columns:
+        _refuse_nulls(dataset, "input_ids", name)
+        return
+    if "chat_template_kwargs" in columns:
+        _refuse_nulls(dataset, "chat_template_kwargs", name)
+    if is_pair(columns):
+        texts = [isinstance(dataset.features[column], Value) for column in _PAIR]
+        if texts[0] != texts[1]:
+            raise DatasetError(
+                f"of the {name} dataset one of prompt and completion is text and the other a conversation",
+                mend="give both as text, or both as lists of messages",
+            )
+        for column in _PAIR:
+            _refuse_other_types(dataset, column, name, lists=not texts[0])
+            _refuse_nulls(dataset, column, name)
+    elif not {"messages", "conversations"} & set(columns) and text_field in columns:
+        _refuse_other_types(dataset, text_field, name, lists=False)
+        _refuse_nulls(dataset, text_field, name)
+
+
+def _refuse_other_types(dataset: Dataset, column: str, name: str, *, lists: bool) -> None:
+    kind = dataset.features[column]
+    if lists or str(getattr(kind, "dtype", "")) in ("string", "large_string", "string_view", "null"):
+        return
+    raise DatasetError(
+        f'the {name} dataset\'s "{column}" column is {kind}, not text',
+        mend=f'dataset.cast_column("{column}", Value("string")) where it is text of another type; a list of texts is '
+        "one document a text, a list of messages belongs into a column of that name",
+    )
+
+
+def _refuse_nulls(dataset: Dataset, column: str, name: str) -> None:
+    import pyarrow.compute as pc
+
+    if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
+        return
+    missing = pc.is_null(dataset.select_columns([column]).with_format("arrow")[:][column])
+    rows = [int(i) for i in pc.indices_nonzero(missing).to_pylist()]
+    if rows:
+        raise DatasetError(
+            f'{len(rows):,} of {len(dataset):,} rows of the {name} dataset have no "{column}"',
+            evidence=(f"first rows: {rows[:5]}",),
+            mend=f'dataset = dataset.filter(lambda row: row["{column}"] is not None)',
+        )
+
+
+def checked_stream(stream: IterableDataset, text_field: str) -> IterableDataset:
+    """The stream, each row looked at as it passes: one that cannot be read is named, where TRL would stumble over it.
+
+    Args:
+        stream: as `one_format` or `formatted` has made it.
+        text_field: column of plain text.
+    """
+    return stream.map(_refuse_row, with_indices=True, fn_kwargs={"text_field": text_field}, features=stream.features)
+
+
+def _refuse_row(row: Mapping[str, Any], index: int, text_field: str) -> dict[str, Any]:
+    wrong = _what_is_wrong(row, text_field)
+    if wrong is not None:
+        raise DatasetError(
+            f"row {index:,} of the stream {wrong}",
+            evidence=(f"its columns: {', '.join(sorted(map(str, row)))}",),
+            mend="filter such rows out before training: stream = stream.filter(...)",
+        )
+    return {}
+
+
+def _what_is_wrong(row: Mapping[str, Any], text_field: str) -> str | None:
+    if "input_ids" in row:
+        return "has no input_ids" if row["input_ids"] is None else None
+    if row.get("chat_template_kwargs", {}) is None:
+        return "has no chat_template_kwargs"
+    if is_pair(row):
+        kinds = [str if isinstance(row[name], str) else list if isinstance(row[name], list) else None for name in _PAIR]
+        if None in kinds:
+            return f'has no "{_PAIR[kinds.index(None)]}"'
+        return "has a text and a conversation for prompt and completion" if kinds[0] is not kinds[1] else None
+    for name in ("messages", "conversations"):
+        if name in row:
+            return None if row[name] else f'has an empty "{name}"'
+    if text_field in row:
+        return (
+            None if isinstance(row[text_field], str) else f'has a {type(row[text_field]).__name__} for "{text_field}"'
+        )
+    return f'has none of "messages", "prompt" and "completion", "{text_field}" and input_ids'
