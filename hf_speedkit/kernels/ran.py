@@ -17,12 +17,15 @@ from hf_speedkit.core.errors import KernelAssertionError
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
 from hf_speedkit.kernels.refusal import GO_ON
 
-# Names: fla 0.6.0, liger-kernel 0.8.5, causal-conv1d 1.7.0 and torch 2.11 sources. TileLang calls the function that fla
+# Names: fla 0.6.0, liger-kernel 0.8.5, causal-conv1d 1.7.0, mamba-ssm 2.2 and torch 2.11 sources. TileLang calls the function that fla
 # writes for it "kernel_kernel".
 _RULE = (
     r"chunk_gated_delta_rule_fwd|chunk_fwd_kernel_o",
     r"chunk_gated_delta_rule_bwd|chunk_bwd_kernel|prepare_wy_repr_bwd|kernel_kernel",
 )
+_KIMI_RULE = (r"chunk_kda_fwd_kernel", r"chunk_kda_bwd_kernel|prepare_wy_repr_bwd_kda|kernel_kernel")
+_CHUNK_SCAN = (r"chunk_scan_fwd_kernel", r"chunk_scan_chunk_state_bwd_dx_kernel|chunk_scan_bwd")
+_SELECTIVE_SCAN = (r"selective_scan_fwd_kernel", r"selective_scan_bwd_kernel")
 # cuDNN, which torch may choose for the same call, says fprop and bprop.
 _FLASH = (r"(flash|fmha).*(fwd|forward|fprop)", r"(flash|fmha).*(bwd|backward|bprop)|dot_do_o")
 EXPECTED_NAMES: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
@@ -30,6 +33,11 @@ EXPECTED_NAMES: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
         ("causal_conv1d_fn", "causal_conv1d"): (r"causal_conv1d\w*fwd", r"causal_conv1d\w*bwd"),
         ("causal_conv1d_fn", "fla"): (r"causal_conv1d\w*fwd", r"causal_conv1d\w*bwd"),
         ("chunk_gated_delta_rule", "fla"): _RULE,
+        ("chunk_kda", "fla"): _KIMI_RULE,
+        ("mamba_split_conv1d_scan_combined", "mamba_ssm"): _CHUNK_SCAN,
+        ("mamba_chunk_scan_combined", "mamba_ssm"): _CHUNK_SCAN,
+        ("mamba_inner_fn", "mamba_ssm"): _SELECTIVE_SCAN,
+        ("selective_scan_fn", "mamba_ssm"): _SELECTIVE_SCAN,
         ("attention", "speedkit_varlen"): _FLASH,
         ("attention", "flash_attention"): _FLASH,
         ("rms_norm", "liger_kernel"): (r"rms_norm_forward", r"rms_norm_backward"),
@@ -41,7 +49,8 @@ EXPECTED_NAMES: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
 )
 """(function, beginning of the evidence) -> patterns of the forward's and the backward's device kernels."""
 
-_OTHER_BACKENDS = re.compile(r"flash_?qla|gdr_|gdn_", re.IGNORECASE)
+_OTHER_BACKENDS = re.compile(r"flash_?qla|flash_?kda|gdr_|gdn_", re.IGNORECASE)
+_HANDED_ON = ("chunk_gated_delta_rule", "chunk_kda")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,8 +179,8 @@ def _run(check: KernelCheck, names: Sequence[str], expected: Mapping[tuple[str, 
     if known is None:
         return KernelRun(function=check.function, layer=check.layer, forward=None, backward=None)
     forward, backward = ([name for name in names if re.search(pattern, name, re.IGNORECASE)] for pattern in known)
-    # fla may hand the whole rule to FlashQLA, whose kernels have names of their own.
-    other = check.function == "chunk_gated_delta_rule" and any(_OTHER_BACKENDS.search(name) for name in names)
+    # fla may hand the whole rule to FlashQLA or FlashKDA, whose kernels have names of their own.
+    other = check.function in _HANDED_ON and any(_OTHER_BACKENDS.search(name) for name in names)
     return KernelRun(
         function=check.function,
         layer=check.layer,

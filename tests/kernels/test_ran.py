@@ -37,6 +37,17 @@ CASES = [
     (check("rms_norm", "liger_kernel 0.8.5"), "_rms_norm_forward_kernel", "_block_rms_norm_backward_kernel"),
     (check("rms_norm", "fla 0.6.0"), "layer_norm_fwd_kernel", "layer_norm_bwd_kernel_row"),
     (check("gated_norm", "fla 0.6.0"), "layer_norm_gated_fwd_kernel", "layer_norm_gated_bwd_kernel"),
+    (check("chunk_kda", "fla 0.6.0"), "chunk_kda_fwd_kernel_intra_sub_chunk", "chunk_kda_bwd_kernel_dAv"),
+    (
+        check("mamba_split_conv1d_scan_combined", "mamba_ssm 2.2.4"),
+        "_chunk_scan_fwd_kernel",
+        "_chunk_scan_chunk_state_bwd_dx_kernel",
+    ),
+    (
+        check("mamba_inner_fn", "mamba_ssm 2.2.4"),
+        "void selective_scan_fwd_kernel<Selective_Scan_fwd_kernel_traits<128, 16, 1>>(SSMParamsBase)",
+        "void selective_scan_bwd_kernel<Selective_Scan_bwd_kernel_traits<128, 16>>(SSMParamsBwd)",
+    ),
     (check("swiglu", "liger_kernel 0.8.5"), "_swiglu_forward_kernel", "_swiglu_backward_kernel"),
 ]
 IDS = [f"{c.function}-{c.evidence.split()[0]}-{i}" for i, (c, _, _) in enumerate(CASES)]
@@ -79,8 +90,11 @@ def test_only_what_was_seen_both_ways_says_so_in_its_evidence():
     assert (not_seen, fallback) == (checks[1], checks[2])
 
 
-def test_the_rule_handed_to_another_backend_is_unknown_and_not_missing():
-    (run,) = functions_that_ran(["flash_qla_chunk_kernel"], [CASES[0][0]])
+@pytest.mark.parametrize(
+    ("kernel", "function"), [("flash_qla_chunk_kernel", "chunk_gated_delta_rule"), ("flash_kda_fwd", "chunk_kda")]
+)
+def test_the_rule_handed_to_another_backend_is_unknown_and_not_missing(kernel, function):
+    (run,) = functions_that_ran([kernel], [check(function, "fla 0.6.0")])
     assert (run.forward, run.backward) == (None, None)
 
 
