@@ -17,8 +17,8 @@ from hf_speedkit.core.errors import KernelAssertionError
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
 from hf_speedkit.kernels.refusal import GO_ON
 
-# Names: fla 0.6.0, liger-kernel 0.8.5, causal-conv1d 1.7.0, mamba-ssm 2.2 and torch 2.11 sources. TileLang calls the function that fla
-# writes for it "kernel_kernel".
+# Names: fla 0.6.0, liger-kernel 0.8.5, causal-conv1d 1.7.0, mamba-ssm 2.2 and torch 2.11 sources. TileLang calls the
+# function that fla writes for it "kernel_kernel".
 _RULE = (
     r"chunk_gated_delta_rule_fwd|chunk_fwd_kernel_o",
     r"chunk_gated_delta_rule_bwd|chunk_bwd_kernel|prepare_wy_repr_bwd|kernel_kernel",

@@ -6,7 +6,6 @@ from importlib.util import find_spec
 import pytest
 import torch
 from fake_kernels import RIGHT_CONVOLUTION, RIGHT_RULE, forget_fakes, model_bound_to, rule, write_fakes
-from transformers import AutoConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from hf_speedkit.core.errors import KernelAssertionError
@@ -343,18 +342,3 @@ def test_one_layer_of_three_with_another_binding_is_counted_and_named(tmp_path, 
     assert "on model.layers.1.linear_attn" in found[1].evidence
     with pytest.raises(KernelAssertionError, match="1 of 4 layers would run the reference implementation"):
         assert_kernels(model)
-
-
-def test_v11_a_family_that_loses_boundaries_is_refused_for_packed_rows_whatever_the_kernels(tmp_path, monkeypatch):
-    """Kimi's layer hands `cu_seq_lens_q` to a function that calls it `cu_seqlens`: it never arrives."""
-    write_fakes(
-        tmp_path,
-        fla=RIGHT_RULE,
-        kda="def chunk_kda(q, k, v, g, beta, use_qk_l2norm_in_kernel, cu_seqlens=None): ...",
-        convolution=RIGHT_CONVOLUTION,
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    config = AutoConfig.for_model("kimi_linear")
-    assert {check.verdict for check in assert_kernels(config)} == {KernelVerdict.FUSED}
-    with pytest.raises(KernelAssertionError, match="would let packed documents see one another"):
-        assert_kernels(config, tokens_per_batch=8_192)
