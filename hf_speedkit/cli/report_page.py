@@ -302,7 +302,10 @@ def _loss(run: RunReport) -> str | None:
 
 
 def _left_out(run: RunReport) -> str | None:
-    return ", ".join(f"{count:,} {reason}" for reason, count in run.excluded_steps.items())
+    return ", ".join(
+        f"{count:,} {reason} ({duration(sum(mark.end - mark.start for mark in run.excluded if mark.what == reason))})"
+        for reason, count in run.excluded_steps.items()
+    )
 
 
 def _pauses(run: RunReport) -> str | None:

@@ -131,7 +131,7 @@ def no_targets(metrics: Mapping[str, float]) -> Finding | None:
 def _input_bound_by_clock(metrics: Mapping[str, float]) -> Finding | None:
     step, device = metrics.get("speed/step_time_s"), metrics.get("speed/device_time_s")
     waited = metrics.get("speed/data_wait_s")
-    if step is None or device is None or waited is None:
+    if step is None or step <= 0 or device is None or waited is None:
         return None
     gap = min(step - device, waited)
     if gap < LIMIT_SHARE * step:

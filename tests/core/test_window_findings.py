@@ -41,6 +41,7 @@ def test_between_counted_steps_the_devices_clock_still_tells_waiting_for_data():
     # The host waited as long, but under a busy device: nothing is lost, and what limits the step is not known here.
     assert step_limit({**window, "speed/device_time_s": 0.99}) is None
     assert step_limit({}) is None
+    assert step_limit(dict.fromkeys(window, 0.0)) is None  # a damaged log: no division by its step time
 
 
 FIT = {"speed/mfu": 40.0, "speed/ofu": 43.0, "speed/excluded_steps": 0.0}
