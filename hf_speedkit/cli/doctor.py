@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from collections.abc import Sequence
@@ -100,8 +101,12 @@ def doctor(
     Exit 0: everything is fused. 1: something would be slow or wrong. 2: wrong use.
     """
     from hf_speedkit.cli.doctor_view import as_json as to_json
-    from hf_speedkit.cli.doctor_view import text_lines
+    from hf_speedkit.cli.doctor_view import broken_text, text_lines
 
+    broken = _broken_import()
+    if broken is not None:
+        typer.echo(broken_text(broken, as_json=as_json))
+        raise typer.Exit(SUBJECT_IS_BAD)
     config = find_config(model)
     if probe and not _has_gpu():
         raise typer.BadParameter("there is no GPU to probe on; without --probe doctor needs none", param_hint="--probe")
@@ -110,6 +115,16 @@ def doctor(
     diagnosis = diagnose_model(model, config, stack=_stack(gpu), slots=tokens_per_batch, probe=probe)
     typer.echo(to_json(diagnosis) if as_json else "\n".join(text_lines(diagnosis)))
     raise typer.Exit(0 if diagnosis.good else SUBJECT_IS_BAD)
+
+
+def _broken_import() -> tuple[str, str] | None:
+    """What doctor itself cannot do without and why it does not import; None where it does."""
+    for package in ("torch", "transformers"):
+        try:
+            importlib.import_module(package)
+        except Exception as error:  # noqa: BLE001 (a missing library of CUDA is an OSError, an ImportError, anything)
+            return package, f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+    return None
 
 
 def diagnose_model(

@@ -42,6 +42,16 @@ def text_lines(diagnosis: Diagnosis) -> list[str]:
     return [printable(line) for line in (*lines, "", _last_line(diagnosis))]
 
 
+def broken_text(broken: tuple[str, str], *, as_json: bool) -> str:
+    """What there is to say where a package that everything needs does not import: (package, error)."""
+    package, error = broken
+    remark = f"{package} does not import here, so nothing can train: {error}"
+    command = _runnable(f"pip install --force-reinstall --no-cache-dir {package}")
+    if as_json:
+        return json.dumps({"good": False, "remarks": [remark], "commands": [command]}, sort_keys=True)
+    return f"{remark}\n\nRun:\n  {command}\n\nsomething would be slow or wrong: {package} is broken"
+
+
 def _last_line(diagnosis: Diagnosis) -> str:
     if diagnosis.good:
         return "good"

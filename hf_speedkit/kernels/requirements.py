@@ -75,7 +75,8 @@ transformers drops a keyword that the implementation's signature does not name, 
 
 CALLED_WITH_BY: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
-        # mamba_ssm before 2.2.3 has none of them: it would leave out three norms.
+        # mamba_ssm as it was before state-spaces/mamba pull request 543 leaves out three norms: "complete gibberish"
+        # (transformers pull request 33195).
         "FalconMambaMixer": {"mamba_inner_fn": ("b_rms_weight", "c_rms_weight", "dt_rms_weight", "b_c_dt_rms_eps")}
     }
 )

@@ -207,6 +207,16 @@ def test_what_is_set_in_the_job_is_not_among_the_commands_for_a_shell():
     assert NO_COMPILER not in " ".join(found.remarks)
 
 
+@pytest.mark.parametrize("arguments", [(), ("--json",)], ids=["text", "json"])
+def test_a_torch_that_does_not_import_is_the_finding_and_no_traceback(folder, monkeypatch, arguments):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    result = run(folder, *arguments)
+    assert (result.exit_code, result.exception.__class__) == (1, SystemExit)
+    assert "torch does not import here, so nothing can train: ModuleNotFoundError" in result.output
+    assert f"{sys.executable} -m pip install --force-reinstall --no-cache-dir torch" in result.output
+    assert not arguments or json.loads(result.output)["good"] is False
+
+
 def test_no_command_for_a_shell_holds_words_that_a_shell_would_choke_on():
     from hf_speedkit.kernels.compatibility_rows import ROWS
 
