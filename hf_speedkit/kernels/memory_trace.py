@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from hf_speedkit.core.memory_sizes import FP32_BYTES, LayerMemory, MemoryJob, MemorySetting, ModelMemory
@@ -82,7 +83,8 @@ def trace_memory(config: Any, settings: TraceSettings) -> ModelMemory:
         raise
     except Exception as error:
         # Any model's own code runs here, on tensors without values: what it raises cannot be listed.
-        raise UntraceableError(f"{type(error).__name__}: {error}") from error
+        # transformers names every class it knows where it does not know one.
+        raise UntraceableError(shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")) from error
 
 
 def _trace(model: Any, config: Any, settings: TraceSettings) -> ModelMemory:

@@ -254,10 +254,10 @@ def loading_optimizer(optimizer: Any, checkpoint: str | Path | None) -> Iterator
         yield
         return
     inner = getattr(optimizer, "optimizer", optimizer)
-    settings = {name for group in inner.param_groups for name in group}
+    settings = _settings_of(inner)
     try:
         yield
-        lost = settings - {name for group in inner.param_groups for name in group}
+        lost = settings - _settings_of(inner)
         if lost:
             raise KeyError(f"the saved optimizer has no {', '.join(sorted(lost))}")
     except (KeyError, ValueError, CheckpointException) as error:
@@ -267,6 +267,10 @@ def loading_optimizer(optimizer: Any, checkpoint: str | Path | None) -> Iterator
             mend="resume with the model, adapters and optim of the saved run",
             regardless=f"start a new run from its weights: model_name_or_path={checkpoint}",
         ) from error
+
+
+def _settings_of(optimizer: Any) -> set[str]:
+    return {name for group in getattr(optimizer, "param_groups", ()) for name in group}
 
 
 def reason_of(error: BaseException) -> str:

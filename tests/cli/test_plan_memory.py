@@ -97,14 +97,17 @@ def test_memory_and_batches_are_planned_together(model, tmp_path):
     assert "2 ranks" in " ".join(result.output.split())  # --gpus says how many, unless --ranks does
 
 
-def test_a_model_that_cannot_be_traced_is_said_and_the_rest_goes_on(tmp_path):
+@pytest.mark.parametrize("kind", ["a wrong size", "no causal model"])
+def test_a_model_that_cannot_be_traced_is_said_and_the_rest_goes_on(tmp_path, kind):
     from support import tiny_llama
+    from transformers import T5Config
 
-    config = tiny_llama().config
+    config = tiny_llama().config if kind == "a wrong size" else T5Config()
     config.head_dim = -3
     config.save_pretrained(tmp_path)
     (tmp_path / "lengths.json").write_text("[10, 20]")
     result = run(tmp_path, "--lengths", tmp_path / "lengths.json", "--tokens-per-batch", 64)
     assert result.exit_code == 0, result.output
     assert "memory: not known" in result.output
+    assert result.output.count("Config") < 20, "not the 200 classes that transformers knows"
     assert "2 documents" in result.output
