@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 import warnings
 from contextlib import suppress
 from importlib import import_module
@@ -31,6 +32,19 @@ def _no_network_and_no_trackers(monkeypatch):
     for name in ("WANDB_API_KEY", "HF_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_MODE", "offline")
+
+
+@pytest.fixture(autouse=True)
+def _torch_keeps_its_threads():
+    """The recipe gives torch all cores; in the tests after it two processes would then spin on the same two.
+
+    Measured: a step of a tiny model took 4 to 40 times the CPU time beside other work from there on.
+    """
+    torch = sys.modules.get("torch")
+    threads = torch and torch.get_num_threads()
+    yield
+    if torch and torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
 
 
 @pytest.fixture
