@@ -21,9 +21,11 @@ the optimizer steps since the previous logging step; its *steady* steps are thos
 of a session, not warm-up (compilation, autotuning), not traced, not counted. The *counted* step is one in
 `count_launches_every` that CUPTI records; its keys stand in the row of the window that holds it.
 
-**Rows that repeat.** On several ranks accelerate fills an epoch's last round with rows from its begin. They are slots
-and nothing else, so totals over ranks are those of the data. Two things it cannot tell apart, and counts: a stream that
-is not dispatched, and the samples of a row that a collator has put together from several.
+**What cannot be told apart.** On several ranks accelerate fills an epoch's last round with rows of its begin. They are
+slots and nothing else, so totals over ranks are those of the data; but in a stream that is not dispatched, and in a row
+that a collator has put together from several samples, what repeats counts again. TRL's `pad_to_multiple_of` makes each
+padding token of a packed row a document of its own, so it counts as real; leave it unset (rows of SpeedSFTTrainer are
+padded by one document that counts as none).
 
 **The step adds up.** `part_data_wait_s + part_host_only_s + part_overlapped_s + part_device_only_s +
 part_exposed_comm_s` is the time of the counted step. A part of 10 % or more of it limits the run, and the console
