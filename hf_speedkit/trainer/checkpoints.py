@@ -16,6 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import SaveStrategy
 
 from hf_speedkit.core.checkpoint_records import CheckpointFile
+from hf_speedkit.core.errors import CheckpointError
 from hf_speedkit.trainer.agreement import agree, gather_agreed
 from hf_speedkit.trainer.attach import attach
 from hf_speedkit.trainer.checkpoint_files import checked_files, files_of
@@ -29,7 +30,14 @@ from hf_speedkit.trainer.checkpoint_folder import (
     require_space,
     rotate,
 )
-from hf_speedkit.trainer.export import describe_model, export_dtype, is_adapter_model, is_fsdp2, save_final_model
+from hf_speedkit.trainer.export import (
+    describe_model,
+    export_dtype,
+    is_adapter_model,
+    is_fsdp2,
+    model_bytes,
+    save_final_model,
+)
 from hf_speedkit.trainer.resume import Reader, check_kind, loading_optimizer, refuse_weights_alone, settle_resume
 from hf_speedkit.trainer.resume_model import refuse_missing_weights
 from hf_speedkit.trainer.run_lock import run_lock
@@ -248,13 +256,21 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Refuse a run whose first checkpoint has no room: better now than at its end."""
-        if args.save_strategy != SaveStrategy.NO:
-            agree(self._look_for_room)
+        agree(self._look_for_room)
 
     def _look_for_room(self) -> None:
-        args = self._trainer.args
-        if args.should_save:
-            self._trainer.require_checkpoint_space(Path(args.output_dir))
+        trainer, args = self._trainer, self._trainer.args
+        run_dir = Path(args.output_dir)
+        if not args.should_save:
+            return
+        if args.save_strategy != SaveStrategy.NO:
+            trainer.require_checkpoint_space(run_dir)
+            return
+        try:  # nothing else would be left of the run; whether it is to be saved is not known here
+            size = model_bytes(trainer.model, export_dtype(args, trainer.model))
+            require_space(run_dir, size, what="the model at the end")
+        except CheckpointError as error:
+            logger.warning('save_strategy is "no", so nothing but a final model will be kept, if that: %s', error.what)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Save and stop where any rank was told to, at the same step on all of them."""

@@ -53,6 +53,11 @@ def export_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) ->
     return tensor.to(dtype)
 
 
+def model_bytes(model: torch.nn.Module, dtype: torch.dtype | None) -> int:
+    """Bytes of what `save_final_model` writes."""
+    return sum(value.numel() * export_tensor(name, value, dtype).element_size() for name, value in _meta(model))
+
+
 def is_adapter_model(model: torch.nn.Module) -> bool:
     """Whether only adapters of a frozen model are trained (peft)."""
     return hasattr(model, "peft_config")
@@ -73,7 +78,7 @@ def save_final_model(trainer: SafeCheckpoints, output_dir: Path, dtype: torch.dt
         CheckpointError: the disk has no room for it, before anything is gathered.
     """
     model, args = trainer.model, trainer.args
-    size = sum(value.numel() * export_tensor(name, value, dtype).element_size() for name, value in _meta(model))
+    size = model_bytes(model, dtype)
     agree(lambda: require_space(output_dir, size, what="the final model") if args.should_save else None)
     state = {}
     for name, tensor in _exported(model):

@@ -313,13 +313,15 @@ def test_what_goes_to_the_hub_is_the_whole_checkpoint_under_its_name(tmp_path, m
     assert pushed == [("checkpoint-2", True)]
 
 
-def test_a_disk_without_room_is_refused_before_the_first_step(tmp_path, monkeypatch):
+def test_a_disk_without_room_is_refused_before_the_first_step(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(200_000, 100_000, 100_000))
     trainer = small(tmp_path)
     with pytest.raises(CheckpointError, match=r"a checkpoint takes .* GiB free; nothing was written"):
         trainer.train()
     assert trainer.state.global_step == 0
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(200_000, 199_000, 1_000))
     small(tmp_path / "none", save_strategy="no", max_steps=1).train()
+    assert "nothing but a final model will be kept, if that: the model at the end takes" in caplog.text
 
 
 def test_a_disk_that_tells_no_size_is_not_taken_for_a_full_one(tmp_path, monkeypatch):
