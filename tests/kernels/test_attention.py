@@ -234,14 +234,17 @@ def test_a_class_that_needs_a_mask_or_has_an_attention_of_its_own_keeps_it():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kv_heads", [24, 4], ids=["MHA", "GQA"])
-def test_the_kernel_on_the_gpu_agrees_with_fp32_at_27b_head_sizes(kv_heads):
+@pytest.mark.parametrize(
+    ("kv_heads", "size", "value_size"), [(24, 256, 256), (4, 256, 256), (24, 192, 128)], ids=["MHA", "GQA", "MLA"]
+)
+def test_the_kernel_on_the_gpu_agrees_with_fp32_at_real_head_sizes(kv_heads, size, value_size):
     torch.manual_seed(0)
     lengths = [1, 33, 63, 64, 65, 127, 130, 700]
     slots = sum(lengths)
     edges = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-    inputs = [torch.randn(1, heads, slots, 256) for heads in (24, kv_heads, kv_heads)]
-    upstream = torch.randn(1, slots, 24, 256)
+    shapes = ((24, size), (kv_heads, size), (kv_heads, value_size))
+    inputs = [torch.randn(1, heads, slots, width) for heads, width in shapes]
+    upstream = torch.randn(1, slots, 24, value_size)
     results = {}
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
         tensors = [t.to(device, dtype).detach().requires_grad_(True) for t in inputs]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from kernel_models import tiny_model
 from torch.nn import functional
-from transformers import Qwen3_5TextConfig
+from transformers import KimiLinearConfig, Qwen3_5TextConfig
 
 from hf_speedkit.core.records import KernelVerdict
 from hf_speedkit.kernels import reference
@@ -20,7 +20,9 @@ from hf_speedkit.kernels.fused_forwards import Candidate, candidates, part_of
 from hf_speedkit.kernels.fused_layers import PARTS, fused_layer_checks, fused_layers
 from hf_speedkit.kernels.fused_parity import compare, multiplies_by_one_plus_weight
 from hf_speedkit.kernels.inspection import check_kernels
-from hf_speedkit.kernels.probe import probe_function
+from hf_speedkit.kernels.layer_probe import probe_layer
+from hf_speedkit.kernels.layout import live_layers
+from hf_speedkit.kernels.probe import EDGE_LENGTHS, TOLERANCES, probe_function
 from hf_speedkit.kernels.probe_batch import batch_keys
 from hf_speedkit.kernels.probe_inputs import convolution_example, delta_rule_example
 from hf_speedkit.kernels.ran import StepKernels, functions_that_ran, never_ran
@@ -106,6 +108,50 @@ def test_a_27b_model_passes_the_whole_probe_and_a_warm_one_takes_less_than_30_se
     assert set(probed) >= {"chunk_gated_delta_rule", "causal_conv1d_fn", "attention"}
     assert all(check.call_s < 1.0 for check in probed.values())
     assert warm_s < 30
+
+
+def test_a_whole_layer_agrees_with_transformers_own_functions_at_27b_sizes(skeleton):
+    """The tolerance of a layer was set on a CPU without kernels: here are fla's, in bfloat16."""
+    pytest.importorskip("fla")
+    with fused_layers(skeleton, dtype=torch.bfloat16, tokens_per_batch=SLOTS):
+        layer = live_layers(skeleton)[0]
+        outcome = probe_layer(
+            layer,
+            skeleton.get_submodule(layer.name),
+            hidden_size=skeleton.config.hidden_size,
+            lengths=EDGE_LENGTHS,
+            tolerance=TOLERANCES[torch.bfloat16],
+            dtype=torch.bfloat16,
+            packed=True,
+        )
+    print(f"a GatedDeltaNet of 27B: {outcome.detail}")
+    assert outcome.verdict is KernelVerdict.FUSED
+
+
+@pytest.mark.parametrize(
+    ("slots", "verdict"), [(None, KernelVerdict.FUSED), (SLOTS, KernelVerdict.NO_BOUNDARIES)], ids=["padded", "packed"]
+)
+def test_kimis_rule_is_right_alone_and_blind_to_boundaries_in_its_layer(slots, verdict):
+    pytest.importorskip("fla")
+    config = KimiLinearConfig(
+        hidden_size=1024,
+        intermediate_size=1024,
+        moe_intermediate_size=128,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        linear_num_heads=8,
+        linear_head_dim=128,
+    )
+    model = model_skeleton(config, device=GPU, dtype=torch.bfloat16)
+    with fused_layers(model, dtype=torch.bfloat16, tokens_per_batch=slots):
+        found = check_kernels(model, probe=True, tokens_per_batch=slots, dtype=torch.bfloat16)
+    rule = next(check for check in found if check.function == "chunk_kda")
+    print(f"chunk_kda: {rule.evidence} {rule.reason}")
+    assert rule.verdict is verdict, rule
 
 
 def test_the_rule_passes_and_every_wrong_gradient_is_found(rule):
