@@ -23,7 +23,9 @@ from hf_speedkit.kernels.layout import LiveLayer, live_layers
 from hf_speedkit.kernels.model_checks import model_config
 from hf_speedkit.kernels.probe_inputs import Example
 from hf_speedkit.kernels.probe_targets import Target, attention_target, function_target
+from hf_speedkit.kernels.requirements import FUNCTIONS
 from hf_speedkit.kernels.stack import read_stack
+from hf_speedkit.kernels.verdicts import upgrade_command
 
 EDGE_LENGTHS = (1, 33, 63, 64, 65, 95, 127, 129, 130)
 """Lengths on both sides of chunks of 32, 64 and 128 positions, and a document of one token."""
@@ -130,9 +132,10 @@ class _Layers:
             return replace(check, evidence=f"{check.evidence}; not run: {outcome.detail}")
         where = place(next(module.parameters()).device)
         if outcome.verdict is not KernelVerdict.FUSED:
-            return replace(
-                check, verdict=outcome.verdict, reason=f"on {where}, as a part of its layer: {outcome.detail}"
-            )
+            reason = f"on {where}, as a part of its layer: {outcome.detail}"
+            leaks = outcome.verdict is KernelVerdict.NO_BOUNDARIES  # whatever the package, the layer drops them
+            fix = "packing=False  # padded rows for this family" if leaks else _way_out(check)
+            return replace(check, verdict=outcome.verdict, reason=reason, fix=fix)
         evidence = f"{check.evidence}; ran both ways on {where} as a part of its layer, {outcome.detail}"
         return replace(check, evidence=evidence, first_call_s=None if again else outcome.first_call_s)
 
@@ -194,11 +197,21 @@ def _probed(check: KernelCheck, target: Target) -> KernelCheck:
     outcome = probe_function(target.called, target.make_example)
     where = f"{place(target.device)} in {str(target.dtype).removeprefix('torch.')}"
     if outcome.verdict is not KernelVerdict.FUSED:
-        return replace(check, verdict=outcome.verdict, reason=f"on {where}: {outcome.detail}", fix=check.fix)
+        reason = f"on {where}: {outcome.detail}"
+        return replace(check, verdict=outcome.verdict, reason=reason, fix=_way_out(check))
     evidence = f"{check.evidence}; ran both ways on {where}, {outcome.detail}"
     if outcome.call_s is not None and outcome.first_call_s is not None:
         evidence += f", first call {outcome.first_call_s:.1f} s, then {1e3 * outcome.call_s:.1f} ms"
     return replace(check, evidence=evidence, first_call_s=outcome.first_call_s, call_s=outcome.call_s)
+
+
+def _way_out(check: KernelCheck) -> str | None:
+    """What to do about a kernel that ran and was wrong: another version of its package, or nothing of the kind."""
+    if check.function == "attention":
+        return 'attn_implementation="sdpa", packed_attention="keep"'
+    requirement = FUNCTIONS.get(check.function)
+    own = requirement is not None and check.evidence.startswith(requirement.package)
+    return upgrade_command(requirement) if requirement is not None and own else None
 
 
 def place(device: torch.device, stack: Stack | None = None) -> str:

@@ -81,7 +81,9 @@ def judge_import(requirement: KernelRequirement, outcome: ImportOutcome, layer: 
         parameters = outcome.parameters or ()
         problem = _dropped(parameters, requirement, layer)
         if problem is not None:
-            return Judgement(verdict=KernelVerdict.BROKEN, evidence=evidence, reason=problem, fix=_upgrade(requirement))
+            return Judgement(
+                verdict=KernelVerdict.BROKEN, evidence=evidence, reason=problem, fix=upgrade_command(requirement)
+            )
         missing = [name for name in requirement.boundary_arguments if name not in parameters]
         if missing:
             return _without_boundaries(requirement, missing, evidence)
@@ -165,7 +167,7 @@ def command_that_mends(requirement: KernelRequirement, outcome: ImportOutcome) -
     if outcome.shadow is not None:
         return f"rename {outcome.shadow}: its name is taken by a package"
     if outcome.status is ImportStatus.LACKS:
-        return _upgrade(requirement)
+        return upgrade_command(requirement)
     missing = re.search(r"No module named '([\w.]+)'", outcome.detail or "")
     module = missing.group(1).partition(".")[0] if missing else ""
     if module in _REQUIREMENTS:
@@ -212,7 +214,9 @@ def _judge_signature(
         )
     problem = _call_problem(signature, requirement, layer)
     if problem is not None:
-        return Judgement(verdict=KernelVerdict.BROKEN, evidence=evidence, reason=problem, fix=_upgrade(requirement))
+        return Judgement(
+            verdict=KernelVerdict.BROKEN, evidence=evidence, reason=problem, fix=upgrade_command(requirement)
+        )
     missing = [name for name in requirement.boundary_arguments if name not in signature.parameters]
     if missing:
         return _without_boundaries(requirement, missing, evidence)
@@ -247,11 +251,12 @@ def _without_boundaries(requirement: KernelRequirement, missing: list[str], evid
         verdict=KernelVerdict.NO_BOUNDARIES,
         evidence=evidence,
         reason=f"it has no parameter {', '.join(missing)}; transformers drops the boundaries silently",
-        fix=_upgrade(requirement),
+        fix=upgrade_command(requirement),
     )
 
 
-def _upgrade(requirement: KernelRequirement) -> str:
+def upgrade_command(requirement: KernelRequirement) -> str:
+    """The command for a package that is there and cannot do what the layer needs, or does it wrong."""
     flags = "--no-build-isolation " if requirement.package in _BUILT_FROM_SOURCE else ""
     return f'pip install --upgrade {flags}"{requirement.distribution}"'
 

@@ -13,6 +13,8 @@ from hf_speedkit.core.records import KernelVerdict
 from hf_speedkit.kernels import probe
 from hf_speedkit.kernels.bindings import bind_references
 from hf_speedkit.kernels.inspection import assert_kernels, check_kernels
+from hf_speedkit.kernels.requirements import FUNCTIONS
+from hf_speedkit.kernels.verdicts import upgrade_command
 
 RULE, CONVOLUTION = "chunk_gated_delta_rule", "causal_conv1d_fn"
 
@@ -325,6 +327,7 @@ def test_the_probe_tells_what_is_wrong(tmp_path, monkeypatch, fakes, function, v
     check = check_of(function, model, probe=True)
     assert check.verdict is verdict
     assert reason in check.reason
+    assert check.fix == upgrade_command(FUNCTIONS[function])
     with pytest.raises(KernelAssertionError, match=function):
         assert_kernels(model, checks=[check])
 
