@@ -14,7 +14,7 @@ TESTED: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "Python": ("3.11", "3.13"),
         "torch": ("2.11", "2.14"),
-        "transformers": ("5.23", "5.23"),
+        "transformers": ("5.23", "5.24"),
         "trl": ("1.16", "1.16"),
         "accelerate": ("1.15", "1.15"),
         "datasets": ("5.1", "5.2"),
