@@ -149,11 +149,13 @@ def installed_version(package: str) -> str | None:
 
 def _distribution(package: str) -> metadata.Distribution | None:
     names = {row.distribution.split(">")[0] for row in FUNCTIONS.values() if row.package == package}
-    for name in (*sorted(names), package):
-        try:
-            return metadata.distribution(name)
-        except metadata.PackageNotFoundError:
-            continue
+    # Another distribution may hold the package as well: fla-core alone is enough for the functions of fla.
+    for found in ((*sorted(names), package), metadata.packages_distributions().get(package, ())):
+        for name in found:
+            try:
+                return metadata.distribution(name)
+            except metadata.PackageNotFoundError:
+                continue
     return None
 
 

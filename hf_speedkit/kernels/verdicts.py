@@ -19,6 +19,8 @@ _LAYER_NAMES_SHOWN = 3
 
 # Packages whose source builds need the torch that is installed, not a fresh one in an isolated environment.
 _BUILT_FROM_SOURCE = ("causal_conv1d", "mamba_ssm")
+# The functions lie in a distribution of their own, which --no-deps would leave as it is.
+_HELD_BY = {"fla": "fla-core>=0.6,<0.7"}
 # Modules that an import was seen to miss and that pip knows by this name. Of others nothing is guessed: the first to
 # register a name can put anything there. fla 0.6.0 refuses its backward on Hopper with triton [3.4.0, 3.7.1): fla
 # pull request 983, met on an H200.
@@ -123,7 +125,7 @@ def unknown_layout(name: str) -> Judgement:
         evidence=f"{name} is bound in a way this version of hf_speedkit does not know",
         reason="the layout of transformers differs from 5.23, which it was checked against",
         fix=None
-        if (installed_version("transformers") or "").startswith("5.23.")
+        if (installed_version("transformers") or "").startswith(("5.23.", "5.24."))
         else 'pip install "transformers>=5.23,<5.24"',
     )
 
@@ -176,7 +178,8 @@ def command_that_mends(requirement: KernelRequirement, outcome: ImportOutcome) -
     if module and not _is_compiled(module):
         return f"pip install {flags}{wanted}"  # with what it requires, where that is missing
     # Built for another torch or CUDA ("undefined symbol", "cannot open shared object file"), or half installed.
-    return f"pip install --force-reinstall --no-deps --no-cache-dir {flags}{wanted}"
+    also = f' "{_HELD_BY[requirement.package]}"' if requirement.package in _HELD_BY else ""
+    return f"pip install --force-reinstall --no-deps --no-cache-dir {flags}{wanted}{also}"
 
 
 def _is_compiled(module: str) -> bool:

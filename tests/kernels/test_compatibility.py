@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from hf_speedkit.core.errors import KernelAssertionError
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
+from hf_speedkit.kernels import stack as stack_of_this_machine
 from hf_speedkit.kernels.compatibility import Compatibility, Row, Stack, decide, install_pins
 from hf_speedkit.kernels.compatibility_rows import ROWS
 from hf_speedkit.kernels.inspection import assert_kernels, check_kernels
@@ -259,6 +260,13 @@ def test_architectures_are_read_in_every_spelling(text, capability):
 def test_what_is_no_architecture_is_refused(text):
     with pytest.raises(ValueError, match="sm90"):
         parse_architecture(text)
+
+
+def test_triton_is_found_under_the_name_that_nightly_torch_gives_it(monkeypatch):
+    """Without it fla would be refused for the lack of a triton that is there."""
+    versions = {"pytorch-triton": "3.8.0+git12", "fla-core": "0.6.0"}
+    monkeypatch.setattr(stack_of_this_machine, "_version", versions.get)
+    assert read_stack().versions == {"triton": "3.8.0+git12", "fla-core": "0.6.0"}
 
 
 def test_this_machine_is_read_without_importing_a_kernel_package():

@@ -64,7 +64,8 @@ def test_fused_kernels_are_left_alone_by_the_binding(tmp_path, monkeypatch):
         (
             'raise ImportError("libfla.so: undefined symbol: _ZN3c104cuda")',
             "`fla` is installed but fails to import: ImportError: libfla.so: undefined symbol: _ZN3c104cuda",
-            'pip install --force-reinstall --no-deps --no-cache-dir "flash-linear-attention>=0.6,<0.7"',
+            'pip install --force-reinstall --no-deps --no-cache-dir "flash-linear-attention>=0.6,<0.7" '
+            '"fla-core>=0.6,<0.7"',
         ),
         (
             "import a_module_that_is_not_there",

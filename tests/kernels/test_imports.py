@@ -112,6 +112,18 @@ def test_a_package_without_metadata_has_no_version():
     assert installed_version("torch") is not None
 
 
+def test_a_package_that_another_distribution_brings_has_that_ones_version(tmp_path, monkeypatch):
+    """fla-core without flash-linear-attention, which only adds layers and models to it."""
+    write_fakes(tmp_path, fla="def chunk_gated_delta_rule(q): ...")
+    (tmp_path / "flash_linear_attention-0.6.0.dist-info").rename(tmp_path / "fla_core-0.6.0.dist-info")
+    folder = tmp_path / "fla_core-0.6.0.dist-info"
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: fla-core\nVersion: 0.6.0\n")
+    (folder / "top_level.txt").write_text("fla")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    outcome = import_outcomes("fla", ("chunk_kda",))["chunk_kda"]
+    assert (outcome.status, outcome.version, outcome.shadow) == (ImportStatus.LACKS, "0.6.0", None)
+
+
 def test_finding_a_package_does_not_import_it():
     assert is_installed("torch")
     assert not is_installed("causal_conv1d")
