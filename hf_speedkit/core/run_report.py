@@ -12,8 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from hf_speedkit.core.rates import ratio
 from hf_speedkit.core.records import Environment, StepRecord, TokenCounts
 from hf_speedkit.core.run_limits import RunLimits, run_limits
+from hf_speedkit.core.run_means import run_means, run_tokens, world_sizes
 from hf_speedkit.core.step_log import LoggedWindow, StepLog
 
 CURVES: Mapping[str, str] = {
@@ -34,9 +36,6 @@ CURVES: Mapping[str, str] = {
 
 PARTS = ("data wait", "host", "waiting for the device", "rest")
 """Parts of a step, from below. They are host times: rest is step time that is none of the three."""
-
-_MOST_RANKS = 1e6
-"""More ranks than any job has: a log that says so is damaged."""
 
 _SHORTEST_PAUSE = 0.004
 """Share of the run below which a pause is not marked: less than a pixel or two."""
@@ -77,7 +76,7 @@ class RunReport:
         name: how the page calls it.
         duration_s: elapsed time, pauses included.
         steps: number of steps shown. first_step, last_step: their range.
-        world_size: number of ranks, where the log lets it be seen.
+        world_size: number of ranks, the last one where it changed; None where the log does not let it be seen.
         curves: levels by the names of `CURVES`; only those with any value.
         parts: parts of a step, window by window.
         excluded: stretches of steps that enter no rate.
@@ -125,7 +124,7 @@ class RunReport:
     @property
     def packing_efficiency(self) -> float | None:
         """Real tokens / slots of the run, 0..1."""
-        return _ratio(self.tokens.real, self.tokens.slots)
+        return ratio(self.tokens.real, self.tokens.slots)
 
 
 def run_report(log: StepLog, *, name: str) -> RunReport:
@@ -134,7 +133,8 @@ def run_report(log: StepLog, *, name: str) -> RunReport:
     duration = spans[-1][1]
     edges = _window_edges(log, spans)
     curves = {curve: _levels(log.windows, edges, _of(key)) for curve, key in CURVES.items()}
-    tokens = _run_tokens(log.windows)
+    tokens = run_tokens(log.windows)
+    sizes = world_sizes(log.windows)
     losses = [window.metrics["loss"] for window in log.windows if "loss" in window.metrics]
     known = [step.nonfinite for step in log.steps if step.nonfinite is not None]
     return RunReport(
@@ -143,7 +143,7 @@ def run_report(log: StepLog, *, name: str) -> RunReport:
         steps=len(log.steps),
         first_step=log.steps[0].step,
         last_step=log.steps[-1].step,
-        world_size=_world_size(log.windows),
+        world_size=sizes[-1] if sizes else None,
         curves={curve: levels for curve, levels in curves.items() if any(one.value is not None for one in levels)},
         parts=tuple(
             PartsLevel(start, end, _parts(window.metrics))
@@ -164,13 +164,21 @@ def run_report(log: StepLog, *, name: str) -> RunReport:
         save_time_s=sum(step.save_time_s for step in log.steps),
         log_time_s=sum(step.log_time_s for step in log.steps),
         steady_steps=sum(int(window.metrics.get("speed/steady_steps", 0)) for window in log.windows),
-        rates=_rates(log.windows),
+        rates=run_means(log.windows),
         first_loss=losses[0] if losses else None,
         last_loss=losses[-1] if losses else None,
         nonfinite_steps=sum(known) if known else None,
         environments=_different([session.environment for session in log.sessions]),
         limits=run_limits(log.windows),
-        notes=log.notes,
+        notes=(*log.notes, *_rank_notes(sizes)),
+    )
+
+
+def _rank_notes(sizes: Sequence[int]) -> tuple[str, ...]:
+    if len(sizes) < 2:
+        return ()
+    return (
+        f"the number of ranks changed: {', then '.join(map(str, sizes[:6]))}; rates per device are means over them",
     )
 
 
@@ -278,72 +286,8 @@ def _pauses(steps: Sequence[StepRecord], spans: Sequence[tuple[float, float]]) -
     return tuple(marks)
 
 
-def _rates(windows: Sequence[LoggedWindow]) -> dict[str, float]:
-    """Run means. A rate times its windows' steady time is what was counted: sums first, one division last."""
-    steady = [
-        (window.metrics, window.metrics.get("speed/steady_steps", 0.0) * window.metrics.get("speed/step_time_s", 0.0))
-        for window in windows
-    ]
-    rates = {}
-    for key in (
-        *(f"speed/{name}_per_second" for name in ("real_tokens", "slots", "target_tokens")),
-        *(f"speed/{name}_per_second_per_device" for name in ("real_tokens", "slots", "target_tokens")),
-        *(
-            "speed/model_tflops_per_device",
-            "speed/mfu",
-            "speed/hfu",
-            "speed/ofu",
-            "speed/gpu_utilization",
-            "speed/gpu_power_w",
-        ),
-    ):
-        rates[key] = _mean([(metrics.get(key), seconds) for metrics, seconds in steady])
-    for key in ("step_time_s", "data_wait_s", "host_time_s", "device_time_s", "device_wait_s"):
-        values = [(w.metrics.get(f"speed/{key}"), w.metrics.get("speed/steady_steps", 0.0)) for w in windows]
-        rates[f"speed/{key}"] = _mean(values)
-    memory = [w.metrics["speed/gpu_memory_gib"] for w in windows if "speed/gpu_memory_gib" in w.metrics]
-    rates["speed/gpu_memory_gib"] = max(memory) if memory else None
-    return {key: value for key, value in rates.items() if value is not None}
-
-
-def _mean(weighted: Sequence[tuple[float | None, float]]) -> float | None:
-    known = [(value, weight) for value, weight in weighted if value is not None and weight > 0]
-    return _ratio(sum(value * weight for value, weight in known), sum(weight for _, weight in known))
-
-
-def _run_tokens(windows: Sequence[LoggedWindow]) -> TokenCounts | None:
-    last = next((w.metrics for w in reversed(windows) if "speed/total_slots" in w.metrics), None)
-    if last is None:
-        return None
-    whole = {name: last.get(f"speed/total_{name}") for name in ("slots", "real_tokens", "target_tokens", "documents")}
-    counts = {name: None if value is None else int(value) for name, value in whole.items()}
-    return TokenCounts(
-        slots=counts["slots"] or 0,
-        real=counts["real_tokens"],
-        target=counts["target_tokens"],
-        documents=counts["documents"],
-    )
-
-
 def _sum(steps: Sequence[StepRecord]) -> TokenCounts:
     total = steps[0].tokens
     for step in steps[1:]:
         total = total + step.tokens
     return total
-
-
-def _world_size(windows: Sequence[LoggedWindow]) -> int | None:
-    """Number of ranks, from a rate over all of them and one a device; with one rank the latter is not logged."""
-    for window in windows:
-        rate = window.metrics.get("speed/slots_per_second")
-        each = window.metrics.get("speed/slots_per_second_per_device")
-        if rate is not None and each is None:
-            return 1
-        ranks = _ratio(rate, each)
-        if ranks is not None and 0.5 <= ranks < _MOST_RANKS:
-            return round(ranks)
-    return None
-
-
-def _ratio(part: float | None, whole: float | None) -> float | None:
-    return None if part is None or not whole else part / whole

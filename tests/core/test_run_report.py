@@ -152,6 +152,16 @@ def test_the_runs_rate_is_tokens_over_time_and_no_mean_of_rates():
     assert report(lines).world_size == 2
 
 
+def test_a_run_that_goes_on_with_another_number_of_ranks_says_so():
+    four = {"speed/slots_per_second": 8000.0, "speed/slots_per_second_per_device": 2000.0}
+    alone = logs.window(15)
+    del alone["metrics"]["speed/slots_per_second_per_device"]
+    lines = [*logs.run(5), *logs.run(5, start=5)[:-1], logs.window(10, **four), *logs.run(5, start=10)[:-1], alone]
+    shown = report(lines)
+    assert shown.world_size == 1
+    assert shown.notes == ("the number of ranks changed: 2, then 4, then 1; rates per device are means over them",)
+
+
 def test_parts_add_up_to_the_step_and_rest_is_never_negative():
     (first, *_) = report(logs.run(10)).parts
     assert sum(first.parts) == pytest.approx(0.5)
