@@ -58,16 +58,16 @@ def step_limit(metrics: Mapping[str, float]) -> Finding | None:
     evidence = tuple(f"{name.replace('_', ' ')} {seconds * 1e3:,.1f} ms" for name, seconds in parts.items())
     evidence = (f"step {step * 1e3:,.1f} ms: {', '.join(evidence)}",)
     if "device_only" not in parts:  # no device: the host computes
-        limiting = "data_wait" if parts["data_wait"] >= LIMIT_SHARE * step else None
+        limiting = "data_wait" if parts.get("data_wait", 0.0) >= LIMIT_SHARE * step else None
     else:
         largest = max(_LIMITS, key=lambda name: parts.get(name, 0.0))
-        limiting = largest if parts[largest] >= LIMIT_SHARE * step else None
+        limiting = largest if parts.get(largest, 0.0) >= LIMIT_SHARE * step else None
     if limiting is not None:
         rule, message, advice = _LIMITS[limiting]
         return Finding(
             rule=rule,
             severity=Severity.WARNING,
-            message=message.format(share=parts[limiting] / step),
+            message=message.format(share=_share(parts[limiting], step)),
             evidence=evidence,
             advice=advice,
         )
@@ -79,7 +79,7 @@ def step_limit(metrics: Mapping[str, float]) -> Finding | None:
             evidence=evidence,
             advice="train on a GPU",
         )
-    busy = (parts["overlapped"] + parts["device_only"]) / step
+    busy = _share(parts.get("overlapped", 0.0) + parts["device_only"], step)
     return Finding(
         rule="device_bound",
         severity=Severity.NOTE,
@@ -140,7 +140,12 @@ def _input_bound_by_clock(metrics: Mapping[str, float]) -> Finding | None:
     return Finding(
         rule=rule,
         severity=Severity.WARNING,
-        message=message.format(share=gap / step),
+        message=message.format(share=_share(gap, step)),
         evidence=(f"step {step * 1e3:,.1f} ms, of it {device * 1e3:,.1f} ms from the first to the last kernel's mark",),
         advice=advice,
     )
+
+
+def _share(part: float, step: float) -> float:
+    """Part of a step, 0..1 whatever a damaged log holds."""
+    return max(0.0, min(1.0, part / step))

@@ -41,7 +41,12 @@ def test_between_counted_steps_the_devices_clock_still_tells_waiting_for_data():
     # The host waited as long, but under a busy device: nothing is lost, and what limits the step is not known here.
     assert step_limit({**window, "speed/device_time_s": 0.99}) is None
     assert step_limit({}) is None
-    assert step_limit(dict.fromkeys(window, 0.0)) is None  # a damaged log: no division by its step time
+    # A damaged log divides nothing by 0 and has no share beyond 100 %.
+    assert step_limit(dict.fromkeys(window, 0.0)) is None
+    assert "100%" in step_limit({**window, "speed/step_time_s": 5e-324, "speed/device_time_s": -1.0}).message
+    assert "100%" in step_limit(parts(data_wait=1.0, overlapped=-0.99)).message
+    assert step_limit({"speed/part_device_only_s": 1.0}).rule == "device_bound"
+    assert step_limit({"speed/part_host_only_s": 1.0}).rule == "host_computes"
 
 
 FIT = {"speed/mfu": 40.0, "speed/ofu": 43.0, "speed/excluded_steps": 0.0}
