@@ -37,6 +37,8 @@ class PackedCollator:
         first_position: position of every document's first token (some models do not count from 0).
         target_positions: also say which slots precede a target, for a model with `trainer.loss_head`.
         sliding_window: the model's, for counting the pairs inside it (FLOPs); None where it has none.
+        longest_segment: positions that a model with learned ones has, where it has: the empty rest of a row is then
+            several documents of padding.
         vocabulary: rows of the model's embedding, where the ids of each row are to be looked at (20 us for 8,192
             slots); None where they were looked at before. On a GPU an unknown id ends in a device-side assert.
 
@@ -50,6 +52,7 @@ class PackedCollator:
     first_position: int = field(default=0, kw_only=True)
     target_positions: bool = field(default=False, kw_only=True)
     sliding_window: int | None = field(default=None, kw_only=True)
+    longest_segment: int | None = field(default=None, kw_only=True)
     vocabulary: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -119,7 +122,7 @@ class PackedCollator:
         if self.vocabulary is not None:
             _refuse_unknown(tokens, "token id", self.vocabulary)
             _refuse_unknown(labels[labels != IGNORE_INDEX], "label", self.vocabulary)
-        segments = np.append(lengths, slots - real) if real < slots else lengths
+        segments = np.append(lengths, self._padding(slots - real))
         edges = np.concatenate(([0], np.cumsum(segments)))
         number = np.repeat(np.arange(len(segments)), segments)
         row_tokens = np.full(slots, self.pad_token_id, dtype=np.int64)
@@ -152,6 +155,12 @@ class PackedCollator:
             window_pairs=self._pairs_in_window(lengths),
         )
         return batch
+
+    def _padding(self, slots: int) -> _Ints:
+        """Lengths of the segments of padding: one, or as many as learned positions make of it."""
+        longest = self.longest_segment or max(slots, 1)
+        whole, rest = divmod(slots, longest)
+        return np.asarray([longest] * whole + [rest] * (rest > 0), dtype=np.int64)
 
     def _pairs_in_window(self, lengths: _Ints) -> int | None:
         if self.sliding_window is None:

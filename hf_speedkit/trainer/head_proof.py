@@ -46,6 +46,19 @@ def refuse_other_models(model: Any) -> None:
         )
 
 
+def check_trained(model: Any) -> None:
+    """Refuse a model of which nothing is trained: the first backward pass would end in torch's own words.
+
+    Raises:
+        ConfigurationError: every parameter is frozen.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigurationError(
+            "every parameter of the model is frozen, so there is nothing to train",
+            mend="set requires_grad of the parts to train, or pass a peft_config",
+        )
+
+
 def probe_tokens(model: Any, device: torch.device) -> torch.Tensor:
     """Some tokens that a model knows, int64 [1, 16]."""
     return torch.arange(_TOKENS, device=device)[None] % len(model.get_input_embeddings().weight)

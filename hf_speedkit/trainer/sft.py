@@ -27,7 +27,7 @@ from hf_speedkit.trainer.attach import attach
 from hf_speedkit.trainer.before_loading import kernel_mode, require_kernels
 from hf_speedkit.trainer.checkpoints import SafeCheckpoints
 from hf_speedkit.trainer.config import settled_config
-from hf_speedkit.trainer.head_proof import refuse_other_models
+from hf_speedkit.trainer.head_proof import check_trained, refuse_other_models
 from hf_speedkit.trainer.inputs import (
     check_dataset,
     check_packing_request,
@@ -41,6 +41,7 @@ from hf_speedkit.trainer.memory_check import bits_of, require_memory
 from hf_speedkit.trainer.mfu_inputs import flops_of, sliding_window
 from hf_speedkit.trainer.output import STEP_LOG_NAME, existing_run, refuse_existing_run
 from hf_speedkit.trainer.packed_layers import packed_layers, padded_attention
+from hf_speedkit.trainer.positions import check_lengths, learned_positions
 from hf_speedkit.trainer.preparation import PreparedDatasets
 from hf_speedkit.trainer.progress import CompactProgress
 from hf_speedkit.trainer.recompute import RecomputeChoice
@@ -129,6 +130,7 @@ class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
         )
         for name, dataset in named_datasets(self.train_dataset, self.eval_dataset):
             check_vocabulary(dataset, self.model, name)
+            check_lengths(dataset, self.model, name)
         if self.packing_active or max(args.per_device_train_batch_size, args.per_device_eval_batch_size) > 1:
             check_pad_token(self._tokenizer.pad_token_id, self.model)
         if self.packing_active:
@@ -145,6 +147,7 @@ class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
                     args.row_slots,
                     target_positions=self.own_head,
                     sliding_window=sliding_window(self.model),
+                    longest_segment=learned_positions(self.model),
                     vocabulary=embedding_rows(self.model) if self.stream is not None else None,
                 )
             )
@@ -226,10 +229,11 @@ class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
         """Prove, then train; see Trainer.train.
 
         Raises:
-            ConfigurationError: output_dir holds another run and this is no resume.
+            ConfigurationError: output_dir holds another run and this is no resume; nothing is trained.
             CheckpointError, PackingError: the checkpoint is damaged, or this run would see other documents.
             KernelAssertionError, IsolationError: before step 1, on all ranks.
         """
+        check_trained(self.model)
         if not resume_from_checkpoint:
             refuse_existing_run(self.args.output_dir, self._existing_run)
         self._existing_run = None  # from here on what lies there is ours

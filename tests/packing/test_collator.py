@@ -233,6 +233,14 @@ def test_v14_positions_may_start_where_the_model_wants() -> None:
     assert [place.length for place in packed_documents({"position_ids": batch["position_ids"]})] == [3, 5]
 
 
+@pytest.mark.parametrize(("real", "padding"), [(10, [4, 2]), (12, [4]), (15, [1]), (16, [])])
+def test_padding_is_no_longer_than_the_positions_a_model_has(real: int, padding: list[int]) -> None:
+    batch = collate(documents(*[4] * (real // 4), *[real % 4] * (real % 4 > 0)), 16, longest_segment=4)
+    assert [place.length for place in packed_documents(batch)][-(-real // 4) :] == padding
+    assert max(values(batch, "position_ids")) < 4
+    assert batch["token_counts"].real == real
+
+
 def test_v21_a_document_of_exactly_the_row_keeps_all_its_targets() -> None:
     batch = collate(documents(16), 16)
     assert batch["token_counts"].real == 16

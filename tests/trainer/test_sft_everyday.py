@@ -9,7 +9,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.models.mixtral import modeling_mixtral
 
 from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
-from hf_speedkit.core.errors import ConfigurationError, NonFiniteError
+from hf_speedkit.core.errors import ConfigurationError, DatasetError, NonFiniteError
 from hf_speedkit.trainer.expert_balance import without_padding
 from hf_speedkit.trainer.head_proof import probe_tokens, prove_loss_head
 from hf_speedkit.trainer.startup import training_mode
@@ -207,16 +207,32 @@ def test_the_summary_still_says_what_was_changed_after_evaluations(tmp_path):
     assert "attention: sdpa -> speedkit_varlen" in changed
 
 
-def test_a_model_with_attention_dropout_by_another_name_keeps_its_attention(tmp_path):
+def tiny_gpt2(positions):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, vocab_size=64, bos_token_id=1, eos_token_id=1, pad_token_id=0))
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": positions}
+    return GPT2LMHeadModel(GPT2Config(**sizes, vocab_size=64, bos_token_id=1, eos_token_id=1, pad_token_id=0))
+
+
+def test_a_model_with_attention_dropout_by_another_name_keeps_its_attention(tmp_path):
+    """Its positions are learned, and fewer than the row has slots: neither documents nor padding may need more."""
+    model = tiny_gpt2(30)
     assert model.config.attn_pdrop > 0
-    trainer = trainer_for(tmp_path, model=model, max_steps=1)
+    trainer = trainer_for(tmp_path, model=model, max_steps=1, tokens_per_batch=128)
     trainer.train()
     assert trainer.startup.isolation.passed
     assert trainer.summary().changed_layers == ()
+    with pytest.raises(DatasetError, match="a document of 30 tokens, and the model has 29 positions"):
+        trainer_for(tmp_path, model=tiny_gpt2(29))
+
+
+def test_rotary_positions_that_were_never_used_are_named_and_a_frozen_model_is_refused(tmp_path, caplog):
+    model = tiny_llama().requires_grad_(False)
+    model.config.max_position_embeddings = 16
+    trainer = trainer_for(tmp_path, model=model)
+    assert "a document of 30 tokens, and the model was made for 16 positions" in caplog.text
+    with pytest.raises(ConfigurationError, match="every parameter of the model is frozen"):
+        trainer.train()
 
 
 @pytest.mark.parametrize("name", ["split_batches", "dispatch_batches"])
