@@ -114,14 +114,14 @@ def _shapes(several: Sequence[Shape], wide: bool) -> str:
         f"times {OTHERS}": [shape.times_others for shape in several],
         f"times {OTHERS} in median steps": [shape.times_others_median for shape in several],
     }
-    times = {head: column for head, column in times.items() if any(column)}
+    times = {head: column for head, column in times.items() if any(column) and (wide or head == f"times {OTHERS}")}
     heads = [_speed_head(ours), "runs", *beside, OURS, *times]
     cells = []
     for at, shape in enumerate(several):
         speeds = [_speed(shape.beside[name], bold=False) if name in shape.beside else "" for name in beside]
         line = [f"`{shape.ours.place}`", str(shape.ours.runs), *speeds, _speed(shape.ours)]
         cells.append([*line, *(f"{column[at]:.2f}" if column[at] else "" for column in times.values())])
-    return _with_columns(heads, cells, ours, [head for head in _BESIDE if wide or head in _AT_A_GLANCE])
+    return _with_columns(heads, cells, ours, _BESIDE if wide else ("MFU %", "GPU util. %"))
 
 
 def _with_columns(
