@@ -7,6 +7,7 @@ nothing of the test process in it but its environment variables.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 
@@ -45,4 +46,5 @@ def rank_queue() -> multiprocessing.queues.SimpleQueue:
 def _rank(rank, function, environment, arguments):
     os.environ.clear()
     os.environ.update(environment)
+    gc.freeze()  # every training collects garbage: not in what was imported (conftest.py)
     function(rank, *arguments)
