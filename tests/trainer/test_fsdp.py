@@ -84,7 +84,8 @@ def test_a_head_alone_in_its_group_gets_the_mean_gradient_of_all_ranks(folder, r
 
 @two
 def test_the_embedding_is_gathered_once_a_step(ranks):
-    assert ranks[0]["embedding"] == [2, 2], "two steps: two forward passes, no gather for the backward pass"
+    gathers, forward_passes = ranks[0]["embedding"]
+    assert gathers == forward_passes >= 2, "two steps and what start-up proves: no gather for the backward passes"
 
 
 @two
