@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.state import GradientState
 from transformers import TrainingArguments
 
@@ -34,7 +35,8 @@ class NewRows:
         self._place = args.process_index // shared_by
         self._ranks = args.world_size // shared_by
         self._each: int | None = None
-        self._remainder: int | None = None
+        # A dispatcher tells at the end how much it had; any other loader that is not accelerate's repeats nothing.
+        self._remainder: int | None = None if isinstance(dataloader, DataLoaderDispatcher) else 0
         sampler: Any = getattr(dataloader, "batch_sampler", None)
         data: Any = getattr(dataloader, "dataset", None)
         # A sampler of packed rows has no batch size, and repeats none.
