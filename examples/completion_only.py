@@ -9,7 +9,7 @@ rows = [{"prompt": row["messages"][:1], "completion": row["messages"][1:]} for r
 trainer = SpeedSFTTrainer(
     model=tiny.model(),
     args=SpeedSFTConfig(
-        "runs/completion_only", tokens_per_batch=512, completion_only_loss=True, max_steps=4, logging_steps=2,
+        tiny.folder("completion_only"), tokens_per_batch=512, completion_only_loss=True, max_steps=4, logging_steps=2,
         use_cpu=True, bf16=False, save_strategy="no", report_to="none",
     ),
     train_dataset=Dataset.from_list(rows),

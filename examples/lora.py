@@ -8,7 +8,7 @@ from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
 trainer = SpeedSFTTrainer(
     model=tiny.model(),
     args=SpeedSFTConfig(
-        "runs/lora", tokens_per_batch=512, learning_rate=1e-3, max_steps=4, logging_steps=2,
+        tiny.folder("lora"), tokens_per_batch=512, learning_rate=1e-3, max_steps=4, logging_steps=2,
         use_cpu=True, bf16=False, save_strategy="no", report_to="none",
     ),
     train_dataset=tiny.chats(),

@@ -4,7 +4,7 @@ import tiny
 from hf_speedkit import SpeedSFTConfig as SFTConfig, SpeedSFTTrainer as SFTTrainer
 
 args = SFTConfig(
-    output_dir="runs/sft",
+    output_dir=tiny.folder("sft"),
     tokens_per_batch=512,
     max_steps=4,
     logging_steps=1,

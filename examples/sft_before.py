@@ -4,7 +4,7 @@ import tiny
 from trl import SFTConfig, SFTTrainer
 
 args = SFTConfig(
-    output_dir="runs/sft",
+    output_dir=tiny.folder("sft"),
     max_length=512,
     max_steps=4,
     logging_steps=1,

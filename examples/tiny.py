@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,6 +39,11 @@ def model() -> LlamaForCausalLM:
             num_key_value_heads=2, pad_token_id=257, eos_token_id=256,
         )
     )  # fmt: skip
+
+
+def folder(name: str) -> str:
+    """A folder that holds no run yet: SpeedSFTTrainer writes over none."""
+    return next(path for number in range(1, 1_000) if not Path(path := f"runs/{name}-{number}").exists())
 
 
 def chats(count: int = 64) -> Dataset:

@@ -37,7 +37,7 @@ dataset = Dataset.from_list(rows, on_mixed_types="use_json")
 trainer = SpeedSFTTrainer(
     model=tiny.model(),
     args=SpeedSFTConfig(
-        "runs/tool_calls", tokens_per_batch=2048, assistant_only_loss=True, max_steps=2, logging_steps=1,
+        tiny.folder("tool_calls"), tokens_per_batch=2048, assistant_only_loss=True, max_steps=2, logging_steps=1,
         use_cpu=True, bf16=False, save_strategy="no", report_to="none",
     ),
     train_dataset=dataset,

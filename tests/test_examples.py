@@ -46,6 +46,8 @@ def test_each_example_runs(run, name):
     if name == "lora" and importlib.util.find_spec("peft") is None:
         pytest.skip("peft is not installed")
     assert SAYS[name] in run(name)
+    if name == "completion_only":  # a second time too: a run is not written over
+        assert SAYS[name] in run(name)
 
 
 def test_two_lines_lead_from_trl_to_hf_speedkit():

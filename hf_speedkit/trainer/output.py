@@ -26,16 +26,21 @@ def refuse_existing_run(output_dir: str | Path, found: str | None) -> None:
     """Stop if a run was found.
 
     Raises:
-        ConfigurationError: with the three ways to go on: resume, another directory, or on purpose.
+        ConfigurationError: with the ways to go on: another directory, resume where there is a checkpoint, on purpose.
     """
     if found is None:
         return
+    mend = "choose another output_dir"
+    if any(Path(output_dir).glob("checkpoint-*")):  # else there is nothing to continue from
+        mend += (
+            ", or continue that run: trainer.train(resume_from_checkpoint=True), in the recipe "
+            "--resume_from_checkpoint true"
+        )
     raise ConfigurationError(
         f"output_dir {str(output_dir)!r} already holds a run",
         evidence=(f"found {found}",),
-        mend="choose another output_dir, or continue that run: trainer.train(resume_from_checkpoint=True), in the "
-        "recipe --resume_from_checkpoint true",
-        regardless="allow_existing_output=true writes over it",
+        mend=mend,
+        regardless="allow_existing_output=True (in YAML: true) writes over it",
     )
 
 

@@ -337,8 +337,11 @@ def test_an_output_dir_that_holds_a_run_is_not_written_over(tmp_path):
     trainer.train()
     trainer.train()  # the same trainer goes on
     before = (tmp_path / "speedkit_steps.jsonl").read_text()
-    with pytest.raises(ConfigurationError, match="already holds a run"):
-        trainer_for(tmp_path, max_steps=1).train()
+    for checkpoint in (False, True):  # without one there is nothing to go on with
+        (tmp_path / "checkpoint-1").mkdir() if checkpoint else None
+        with pytest.raises(ConfigurationError, match="already holds a run") as refused:
+            trainer_for(tmp_path, max_steps=1).train()
+        assert ("resume_from_checkpoint" in refused.value.mend) is checkpoint
     assert (tmp_path / "speedkit_steps.jsonl").read_text() == before
     trainer_for(tmp_path, max_steps=1, allow_existing_output=True).train()
 
