@@ -9,5 +9,5 @@
 - ranks: ranks, sharding
 - traces: trace_records, trace_rows, trace_signals, kernel_groups, diagnosis, trace_causes, trace_limits, trace_brief,
   trace_compare, trace_ranks, timeline
-- runs and benches: step_log, run_report, run_limits, plot, bench_records, bench_table
+- runs and benches: step_log, run_report, run_limits, plot, bench_records, bench_table, run_means
 """
