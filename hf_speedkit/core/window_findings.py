@@ -57,11 +57,10 @@ def step_limit(metrics: Mapping[str, float]) -> Finding | None:
         return _input_bound_by_clock(metrics)
     evidence = tuple(f"{name.replace('_', ' ')} {seconds * 1e3:,.1f} ms" for name, seconds in parts.items())
     evidence = (f"step {step * 1e3:,.1f} ms: {', '.join(evidence)}",)
-    if "device_only" not in parts:  # no device: the host computes
-        limiting = "data_wait" if parts.get("data_wait", 0.0) >= LIMIT_SHARE * step else None
-    else:
-        largest = max(_LIMITS, key=lambda name: parts.get(name, 0.0))
-        limiting = largest if parts.get(largest, 0.0) >= LIMIT_SHARE * step else None
+    able = _LIMITS if "device_only" in parts else ("data_wait",)  # no device: the host computes
+    largest = max(able, key=lambda name: parts.get(name, 0.0))
+    # A damaged log may lack a part, or have a step so short that its tenth is 0.
+    limiting = largest if _share(parts.get(largest, 0.0), step) >= LIMIT_SHARE else None
     if limiting is not None:
         rule, message, advice = _LIMITS[limiting]
         return Finding(
