@@ -119,12 +119,14 @@ def from_dataset(
         DatasetError: no column to count, no chat template, roles that it leaves out. A line that it writes and nobody
             asked for is a finding.
     """
+    from hf_speedkit.packing.document_columns import refuse_padded_or_packed
     from hf_speedkit.packing.documents import document_lengths
 
     loaded = _load(dataset, split, config)
     if not len(loaded):
         return _documents([])
     if "input_ids" in loaded.column_names:
+        refuse_padded_or_packed(loaded)
         return _documents(document_lengths(loaded).tolist())
     tokenizer = _tokenizer(model)
     findings = _findings(loaded, tokenizer, template_arguments)

@@ -47,9 +47,9 @@ def token_columns(dataset: Dataset) -> Dataset:
             evidence=(f"its columns: {', '.join(names or ()) or 'none'}",),
             mend="tokenize it first; SpeedSFTTrainer does",
         )
-    refuse_packed_rows(name for name in PACKED_COLUMNS if name in names and is_integer_list(dataset.features[name]))
     if not len(dataset):
         raise DatasetError("the dataset holds no documents", mend="check the split, the path and the filters")
+    refuse_padded_or_packed(dataset)
     masks = [name for name in names if name in (*READ_MASKS, *OTHER_MASKS)]
     if masks and "labels" not in names:
         raise DatasetError(
@@ -59,7 +59,6 @@ def token_columns(dataset: Dataset) -> Dataset:
         )
     documents = dataset.select_columns([name for name in ("input_ids", "labels") if name in names])
     refuse_other_columns(documents)
-    _refuse_padded_or_packed(dataset.select_columns([n for n in ("attention_mask", "position_ids") if n in names]))
     return documents
 
 
@@ -106,15 +105,23 @@ def values_of(column: pa.ChunkedArray) -> Any:
     return np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int64)
 
 
-def _refuse_padded_or_packed(view: Dataset) -> None:
-    """Look through attention_mask and position_ids, where there are any: 5 ns a token (one core)."""
-    for name, kind in view.features.items():
-        inner = getattr(kind, "feature", None)
+def refuse_padded_or_packed(dataset: Dataset) -> None:
+    """Refuse a tokenized dataset whose other columns say that its rows are padded, or hold several documents.
+
+    Raises:
+        DatasetError, PackingError: name the column.
+
+    Cost: one pass over attention_mask and position_ids, where there are any: 5 ns a token (one core).
+    """
+    names = dataset.column_names
+    refuse_packed_rows(name for name in PACKED_COLUMNS if name in names and is_integer_list(dataset.features[name]))
+    for name in ("attention_mask", "position_ids"):
+        inner = getattr(dataset.features.get(name), "feature", None)
         if inner is None:
-            continue  # no list: some other column that happens to have the name
+            continue  # not there, or no list: some other column that happens to have the name
         if getattr(inner, "feature", None) is not None:
             refuse_axes((3, -1))
-        for block in blocks(view.select_columns([name]).with_format("arrow")):
+        for block in blocks(dataset.select_columns([name]).with_format("arrow")):
             values = values_of(block[name])
             if name == "attention_mask":
                 refuse_mask(values)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.trainer.launching import refuse_split_rows
 
+logger = logging.getLogger(__name__)
+
 STRATEGIES = ("auto", "fifo_close", "best_fit_decreasing", "next_fit")
 OVERLONG = ("error", "split", "truncate", "drop")
 VERIFICATIONS = ("checksums", "sizes")
 EXPORTS = ("auto", "stored", "bfloat16", "float16", "float32")
 ASSERTIONS = ("auto", "strict", "warn", "off")
+_TRLS_LENGTH = 1024  # SFTConfig's default max_length: nobody has asked for it
 _PROBED_SLOTS = 6  # three documents of two tokens, see StartupProof
 # TRL's names for what we do as well, so that an SFTConfig can be moved over unchanged.
 TRL_STRATEGIES = {"bfd": "best_fit_decreasing", "bfd_split": "best_fit_decreasing"}
@@ -114,6 +118,11 @@ def settle_packing(config: Any) -> None:
                 mend="set tokens_per_batch, for example tokens_per_batch=8192",
             )
         config.tokens_per_batch = int(config.max_length * config.per_device_train_batch_size)
+    elif config.max_length not in (None, _TRLS_LENGTH, config.tokens_per_batch):
+        logger.warning(
+            "max_length=%s cuts nothing where documents are packed: they may fill a row (tokens_per_batch=%s); "
+            "cut or filter longer ones before", config.max_length, config.tokens_per_batch,
+        )  # fmt: skip
     shortest = _PROBED_SLOTS if config.isolation_check else 2
     if not isinstance(config.tokens_per_batch, int) or config.tokens_per_batch < shortest:
         raise ConfigurationError(

@@ -150,6 +150,7 @@ def check_packing_request(
         check_stream_settings(args)
     else:
         _refuse_cut_batches(args.accelerator_config)
+        _refuse_unequal_ranks(args)
     if args.train_sampling_strategy not in ("random", "sequential") and args.process_index == 0:
         logger.warning(
             "train_sampling_strategy=%r does nothing with packing: rows have one length, and are dealt out by cost "
@@ -190,6 +191,15 @@ def _checkpoints_reentrantly(model: Any) -> bool:
         if getattr(module, "gradient_checkpointing", False)
     )
     return any((getattr(function, "keywords", None) or {}).get("use_reentrant") for function in functions)
+
+
+def _refuse_unequal_ranks(args: SpeedSFTConfig) -> None:
+    if args.world_size > 1 and not args.average_tokens_across_devices:
+        raise ConfigurationError(
+            "average_tokens_across_devices=False gives every rank the same weight, however many targets its rows hold",
+            evidence=("rows are dealt out by cost, so the ranks' targets differ from step to step",),
+            mend="leave average_tokens_across_devices at its default, True",
+        )
 
 
 def _refuse_cut_batches(accelerator: Any) -> None:

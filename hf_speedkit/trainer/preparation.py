@@ -52,6 +52,8 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
         columns = columns_of(dataset)
         if args.assistant_only_loss and "messages" in columns:
             dataset = answered(dataset, name)
+        if tokenized or not {"messages", "conversations", "prompt"} & set(columns):
+            _say_what_is_idle(args, name)
         if not tokenized:
             self._require_end_token(columns, args.dataset_text_field)
         found = None if streaming else len(dataset)
@@ -155,6 +157,13 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
 def _without_boundaries(dataset: Any) -> Any:
     """The dataset without the columns that TRL's padding-free collator reads."""
     return dataset.remove_columns([name for name in columns_of(dataset) if name in PACKED_COLUMNS])
+
+
+def _say_what_is_idle(args: SpeedSFTConfig, name: str) -> None:
+    """Settings for conversations do nothing to rows that hold text or tokens."""
+    for setting in ("chat_template_kwargs", "exclude_generation_prompt"):
+        if getattr(args, setting):
+            logger.warning("%s does nothing to the %s dataset: its rows are no conversations", setting, name)
 
 
 def _say_what_is_cut(dataset: Dataset, max_length: int, name: str) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import IntervalStrategy, TrainerControl, TrainerState, TrainingArguments
 
+from hf_speedkit.core.errors import PackingError
 from hf_speedkit.core.records import Finding, IsolationReport, KernelCheck
 from hf_speedkit.kernels.fla_convolution import through_fla
 from hf_speedkit.kernels.inspection import assert_kernels, check_kernels
@@ -188,7 +189,12 @@ class StartupProof(FirstStep):
         if trainer.stream is not None:
             rows = trainer.first_streamed(trainer.stream, slots // 3)
         else:
-            assert trainer.train_sampler is not None
+            if trainer.train_sampler is None:
+                raise PackingError(
+                    "the training loader was not made by this trainer, so nobody has packed its batches",
+                    evidence=(f"{type(trainer).__name__}.get_train_dataloader or _get_train_sampler is an own one",),
+                    mend="leave both as they are, or set packing=False",
+                )
             packs = trainer.train_sampler.plan(0).packs
             pack = next((p for p in packs if len(p) >= 3), None)
             indices = list(pack) if pack is not None else list(range(min(3, len(trainer.train_dataset))))

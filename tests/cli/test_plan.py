@@ -115,6 +115,14 @@ def test_a_tokenized_dataset_needs_no_tokenizer(tmp_path):
     assert json.loads(result.stdout)["documents"]["tokens"] == sum(LENGTHS)
 
 
+def test_rows_that_are_padded_or_packed_already_are_not_counted_as_documents(tmp_path):
+    for number, column in enumerate(({"attention_mask": [1, 0]}, {"seq_lengths": [1, 1]})):
+        Dataset.from_list([{"input_ids": [3, 4], **column}]).save_to_disk(tmp_path / str(number))
+        result = run("./no-such-model", tmp_path / str(number), "--tokens-per-batch", 32)
+        assert result.exit_code == 1
+        assert next(iter(column)) in result.output
+
+
 def test_a_line_on_reasoning_effort_is_pointed_out(tmp_path, model):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (

@@ -89,6 +89,13 @@ def test_v22_padding_free_without_packing_is_stopped_with_both_fixes_where_a_len
         SpeedSFTTrainer(tiny_llama(), made, train_dataset=tokenized([5]), processing_class=tiny_tokenizer())
 
 
+@pytest.mark.parametrize(("max_length", "said"), [(512, True), (None, False), (8192, False)])
+def test_v17_a_length_that_cuts_nothing_is_named(tmp_path, caplog, max_length, said):
+    config(tmp_path, tokens_per_batch=8192, max_length=max_length)
+    config(tmp_path, tokens_per_batch=8192)
+    assert ("max_length=512 cuts nothing" in caplog.text) is said
+
+
 def test_v22_padding_free_beside_packing_names_the_fix(tmp_path):
     with pytest.raises(ConfigurationError, match="leave padding_free unset"):
         config(tmp_path, padding_free=True, max_length=512)

@@ -190,6 +190,15 @@ def test_tokens_and_labels_without_an_embedding_are_refused_before_a_gpu_asserts
     check_vocabulary(dataset.select(range(2000)), tiny_llama(), "train")
 
 
+def test_v33_ranks_are_not_weighed_alike_whatever_their_targets(tmp_path, monkeypatch):
+    args = SpeedSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, average_tokens_across_devices=False)
+    rows = Dataset.from_dict({"text": ["a"]})
+    check_packing_request(args, None, rows, None, "model")
+    monkeypatch.setattr(SpeedSFTConfig, "world_size", 2)
+    with pytest.raises(ConfigurationError, match="leave average_tokens_across_devices at its default"):
+        check_packing_request(args, None, rows, None, "model")
+
+
 def test_a_padding_token_that_the_model_does_not_know_is_refused():
     from support import tiny_llama
 

@@ -282,6 +282,13 @@ def test_v10_a_padding_collator_put_in_afterwards_is_found(tmp_path):
         trainer.train()
 
 
+def test_v10_a_training_loader_of_ones_own_is_refused_where_rows_are_packed(tmp_path, monkeypatch):
+    loader = torch.utils.data.DataLoader([{"input_ids": torch.tensor([3, 4]), "labels": torch.tensor([3, 4])}])
+    monkeypatch.setattr(SpeedSFTTrainer, "get_train_dataloader", lambda self: loader)
+    with pytest.raises(PackingError, match="nobody has packed its batches"):
+        trainer_for(tmp_path, max_steps=1).train()
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
