@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from plain_trainer import documents, make_trainer
-from rank_processes import start_ranks
 from torch.profiler import profile
 from transformers import Trainer, TrainerCallback
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -223,6 +222,7 @@ def test_v77_ranks_write_files_of_their_own_and_a_later_run_overwrites_nothing(t
 
 @pytest.mark.two_process
 def test_v77_two_ranks_in_all_rank_mode_leave_two_readable_files(tmp_path, free_port):
+    from rank_processes import start_ranks  # here: a process of another test imports this file by its folder alone
     from trace_two_ranks import rank_main
 
     start_ranks(rank_main, free_port, str(tmp_path))
