@@ -21,8 +21,8 @@ def forwards_in_a_step(path, **changes):
     counts = [0] * 4
     for number, layer in enumerate(model.model.layers):
 
-        def count(*_, number=number):
-            counts[number] += 1
+        def count(module, *_, number=number):
+            counts[number] += module.training  # what start-up proves of the head is in evaluation mode
 
         layer.mlp.register_forward_pre_hook(count)  # recomputation stops inside the last module
     trainer.train()
