@@ -39,6 +39,11 @@ def refuse_other_models(model: Any) -> None:
             f"{name} has an encoder and a decoder; supervised fine-tuning here is that of causal language models",
             mend="transformers' Seq2SeqTrainer, with hf_speedkit.attach(trainer, ThroughputCallback())",
         )
+    if model.config.return_dict is False:
+        raise ConfigurationError(
+            "the model's config says return_dict=False, and the loss reads its outputs by name",
+            mend="model.config.return_dict = True",
+        )
     if model.get_output_embeddings() is None or getattr(model, "generation_config", None) is None:
         raise ConfigurationError(
             f"{name} is no causal language model: it cannot generate",

@@ -26,9 +26,10 @@ def test_other_files_and_missing_directories_are_no_run(tmp_path):
 
 def test_the_refusal_names_the_three_ways_on(tmp_path):
     refuse_existing_run(tmp_path, None)
+    (tmp_path / "checkpoint-5").mkdir()
     with pytest.raises(ConfigurationError) as refused:
         refuse_existing_run(tmp_path, "checkpoint-5")
-    for way in ("another output_dir", "resume_from_checkpoint=True", "allow_existing_output=true"):
+    for way in ("another output_dir", "resume_from_checkpoint=True", "allow_existing_output=True"):
         assert way in str(refused.value)
 
 

@@ -143,7 +143,7 @@ def test_v26_v32_a_subclass_with_a_loss_of_its_own_trains_and_is_measured_like_a
     model = tiny_llama()
     expected = token_mean_loss(model, tokenized(LENGTHS))
     trainer = trainer_for(
-        tmp_path, model=model, cls=OwnLoss, gradient_accumulation_steps=8, eval_dataset=tokenized(HELD_OUT, seed=7)
+        tmp_path, model=model, cls=OwnLoss, gradient_accumulation_steps=4, eval_dataset=tokenized(HELD_OUT, seed=7)
     )
     assert trainer.evaluate()["eval_loss"] == pytest.approx(
         token_mean_loss(model, tokenized(HELD_OUT, seed=7)), rel=1e-5
@@ -283,7 +283,7 @@ def test_the_head_of_every_kind_of_model_here_computes_its_own_loss():
         assert [module.training for module in model.modules()] == before
 
 
-@pytest.mark.parametrize("kind", ["an encoder and a decoder", "no causal language model"])
+@pytest.mark.parametrize("kind", ["an encoder and a decoder", "no causal language model", "return_dict=False"])
 def test_models_of_another_kind_are_refused_before_anything_is_tokenized(tmp_path, kind):
     from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 
@@ -294,5 +294,8 @@ def test_models_of_another_kind_are_refused_before_anything_is_tokenized(tmp_pat
         if kind.startswith("an encoder")
         else BertForMaskedLM(bert)
     )
+    if kind.startswith("return"):
+        model = tiny_llama()
+        model.config.return_dict = False
     with pytest.raises(ConfigurationError, match=kind):
         trainer_for(tmp_path, model=model)
