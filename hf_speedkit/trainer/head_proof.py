@@ -7,6 +7,8 @@ one it is used with, and its loss curve looks like any other.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -70,14 +72,18 @@ def probe_tokens(model: Any, device: torch.device) -> torch.Tensor:
 
 
 def prove_loss_head(
-    model: torch.nn.Module, inner: Any, input_ids: torch.Tensor, *, dtype: torch.dtype | None, own: bool
+    model: torch.nn.Module, inner: Any, batch: Mapping[str, Any], *, dtype: torch.dtype | None, own: bool
 ) -> float:
     """Compare the loss head's log-probabilities with those of the model's own logits; all ranks must call it.
+
+    The last 16 slots of a real packed row are looked at, with the row in front of them where the model can leave the
+    other logits out: a row of another length would be compiled and tuned for on a GPU, for this alone. Other models,
+    and batches that are no packed row, are looked at in 16 tokens.
 
     Args:
         model: as prepared for training; its modes are left as they were.
         inner: the same before it was wrapped.
-        input_ids: int64 [1, T] or [B, T]; the first 16 tokens of the first row are looked at.
+        batch: what the model takes: input_ids, int64 [1, T] or [B, T], and the keys of a packed row.
         dtype: that the model computes in; None: that of its output layer.
         own: our head is in place, beside TRL's.
 
@@ -87,7 +93,7 @@ def prove_loss_head(
     Raises:
         ConfigurationError: they differ by more than rounding.
 
-    Cost: two or three forward passes on 16 tokens.
+    Cost: two or three forward passes.
     """
     base = below_adapters(inner)
     if base.base_model is base:
@@ -96,18 +102,25 @@ def prove_loss_head(
             evidence=(f"its base_model_prefix {base.base_model_prefix!r} is the name of nothing in it",),
             mend="transformers' Trainer, with hf_speedkit.attach(trainer, ThroughputCallback())",
         )
-    ids = input_ids[:1, :_TOKENS]
+    row = {key: value for key, value in batch.items() if key != "labels"}
+    few: dict[str, Any] = {"logits_to_keep": _TOKENS}
+    if len(row) == 1 or "logits_to_keep" not in inspect.signature(base.forward).parameters:
+        row, few = {"input_ids": row["input_ids"][:1, :_TOKENS]}, {}
+    ids = row["input_ids"]
+    labels = torch.full_like(ids, -100)
+    labels[:, -_TOKENS + 1 :] = ids[:, -_TOKENS + 1 :]
     training = [module for module in model.modules() if module.training]
     model.eval()  # dropout would draw other masks
     try:
         with torch.no_grad():
-            logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-            found = model(input_ids=ids, labels=ids, use_cache=False, fused_lm_head=True).log_probs[0].float()
-            expected = torch.log_softmax(logits, -1).gather(-1, ids[0, 1:, None])[:, 0]
-            difference = float((found - expected).abs().max())
+            logits = model(**row, use_cache=False, **few).logits[0, -_TOKENS:-1].float()
+            targets = ids[0, -len(logits) :]
+            expected = torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0]
+            found = model(**row, labels=labels, use_cache=False, fused_lm_head=True).log_probs[0, -len(logits) :]
+            difference = float((found.float() - expected).abs().max())
             if own:
-                positions = torch.arange(ids.shape[1] - 1, device=ids.device)
-                nll = model(input_ids=ids, labels=ids, use_cache=False, target_positions=positions).nll
+                positions = torch.arange(ids.shape[1] - 1 - len(logits), ids.shape[1] - 1, device=ids.device)
+                nll = model(**row, labels=labels, use_cache=False, target_positions=positions).nll
                 difference = max(difference, float((nll + expected.sum()).abs()) / len(positions))
     finally:
         for module in training:

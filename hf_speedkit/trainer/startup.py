@@ -132,9 +132,10 @@ class StartupProof(FirstStep):
     def _prove_head(self, batch: dict[str, Any] | None) -> None:
         trainer = self._trainer
         if trainer.uses_fused_head() and not trainer._is_vision_dataset:
-            ids = probe_tokens(trainer.model, trainer.args.device) if batch is None else batch["input_ids"]
+            if batch is None:
+                batch = {"input_ids": probe_tokens(trainer.model, trainer.args.device)}
             prove = partial(prove_loss_head, dtype=activation_dtype(trainer.args), own=trainer.own_head)
-            agree(lambda: prove(trainer.model_wrapped, trainer.model, ids))
+            agree(lambda: prove(trainer.model_wrapped, trainer.model, batch))
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Tell the sampler its epoch.

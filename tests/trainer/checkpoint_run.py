@@ -99,7 +99,8 @@ def told_to_stop(rank, path):
 
     # Nothing is exchanged in every step here: the ranks look at the flags where they log.
     callbacks = [SignalAt(2, signal.SIGUSR1)] if rank == 1 else []
-    apart = {"average_tokens_across_devices": False, "logging_steps": 4, "save_steps": 50}
+    apart = {"average_tokens_across_devices": False, "logging_steps": 4, "save_steps": 50, "packing": False}
+    apart |= {"tokens_per_batch": None, "per_device_train_batch_size": 2}
     trainer = build(path / "apart", sharded=True, callbacks=callbacks, **apart)
     trainer.train()
     yield "apart", [trainer.stopped_by, trainer.state.global_step]
