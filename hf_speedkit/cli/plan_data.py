@@ -236,7 +236,7 @@ def _findings(loaded: Any, tokenizer: Any, template_arguments: Mapping[str, Any]
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
         return text
 
-    sample = [(messages, {**template_arguments, **own}) for messages, own in conversations_of(loaded.take(100))]
+    sample = [(messages, {**template_arguments, **own}) for messages, own in conversations_of(loaded)]
     if not getattr(tokenizer, "chat_template", None):
         refuse_missing_template(tokenizer, sample)
         return ()

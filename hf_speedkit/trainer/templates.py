@@ -66,7 +66,7 @@ class TemplateChecks:
         """
         if self.mode == "off" or "input_ids" in (dataset.column_names or ()):
             return
-        sample = list(dataset.take(SAMPLE_ROWS))
+        sample = list(islice(dataset, SAMPLE_ROWS))  # take() of datasets before 5.2 fails on fewer rows
         conversations = conversations_of(sample)
         refuse_missing_template(self.tokenizer, conversations)
         prompts = any("prompt" in row for row in sample)

@@ -65,7 +65,7 @@ def test_the_host_name_and_the_path_are_blanked_in_the_file(tmp_path):
     recorder.stop()
     recorder.save(tmp_path / "t.json.gz")
     document = json.loads(gzip.decompress((tmp_path / "t.json.gz").read_bytes()))
-    assert document["host_name"] == ""
+    assert document.get("host_name", "") == ""  # torch 2.11 writes none
     assert document["traceName"] == ""
 
 

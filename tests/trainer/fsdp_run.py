@@ -122,6 +122,9 @@ def low_precision(path):
 def as_older_torch(monkey):
     """torch before 2.13: a group's hooks run on its first and last module only, and end with the backward pass."""
     import torch.distributed.fsdp._fully_shard._fsdp_state as states
+
+    if not hasattr(states.FSDPState, "_force_complete_incomplete_states"):
+        return  # it is one
     from torch.autograd.graph import _MultiHandle
 
     def register(modules, before, after, to_run, *_):
