@@ -177,7 +177,7 @@ def test_wrong_use_exits_2(folder, arguments, says):
     [
         ("falcon_h1", "FUSED", "speedkit_varlen, "),
         ("llama4", "FUSED", "its class cannot do without a mask"),
-        ("gptj", "FALLBACK", "its class has an attention of its own"),
+        ("gpt_neo", "FALLBACK", "its class has an attention of its own"),
         ("granite_swa", "FALLBACK", "it uses attention sinks"),
         ("vit", "UNVERIFIED", "no causal language model"),
     ],
