@@ -26,10 +26,10 @@ def kernels_tests_on_the_path():
 
     folder = str(Path(__file__).parent.parent / "kernels")
     sys.path.insert(0, folder)
-    yield
-    sys.path.remove(folder)
     from fake_kernels import forget_fakes
 
+    yield
+    sys.path.remove(folder)
     forget_fakes()
 
 
