@@ -353,5 +353,5 @@ def test_no_host_name_or_path_is_in_the_file(tmp_path):
     callback = TraceCallback(3)
     traced(tmp_path, callback)
     document = json.loads(gzip.decompress(callback.files[0].read_bytes()))
-    assert document["host_name"] == ""
+    assert document.get("host_name", "") == ""  # torch 2.11 writes none
     assert str(tmp_path) not in json.dumps(document)
