@@ -5,7 +5,7 @@
   output, run_lock, adapters, memory_check, memory_settings, before_loading, weights
 - the data: inputs, conversation_checks, templates, streaming, repeated_rows, stragglers, conversation_refusals,
   positions, preparation, raw_rows
-- before step 1: startup, preflight, prepared, packed_layers, communication, gradient_memory, head_proof
+- before step 1: module_mode, startup, preflight, prepared, packed_layers, communication, gradient_memory, head_proof
 - in the step: loss, loss_head, updates, recompute, peak_watch, first_step, nonfinite, expert_balance
 - what is measured: micro_batches, observation, counted_steps, traced_steps, trace_marks, job_ledger, reduction,
   mfu_inputs, window_report, sinks, progress, summary

@@ -158,3 +158,13 @@ def _chunk_checksum(place: tuple[Path, int], chunk_bytes: int = CHUNK_BYTES) -> 
 def _flush(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """What failed on the first rank that torch's CheckpointException tells of; any other error is its own cause."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    if isinstance(error, CheckpointException) and error.failures:
+        cause: BaseException = next(iter(error.failures.values()))[0]
+        return cause
+    return error

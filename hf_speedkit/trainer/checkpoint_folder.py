@@ -17,6 +17,7 @@ from hf_speedkit.core.checkpoint_records import CheckpointFile, CheckpointManife
 from hf_speedkit.core.errors import CheckpointError
 from hf_speedkit.trainer.checkpoint_files import (
     CHUNK_BYTES,
+    cause_of,
     flush_folder,
     numbered_checkpoints,
     read_manifest,
@@ -133,10 +134,8 @@ def failed_write(error: BaseException, run_dir: Path, name: str) -> BaseExceptio
     Returns:
         A CheckpointError, or `error` itself where there is nothing to add.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    reported = isinstance(error, CheckpointException) and bool(error.failures)
-    cause = next(iter(error.failures.values()))[0] if reported else error  # type: ignore[attr-defined]
+    cause = cause_of(error)
+    reported = cause is not error
     disk = shutil.disk_usage(run_dir)
     said = f"{type(cause).__name__}: {cause}".split("\n", 1)[0]
     full = 0 <= disk.free < _FULL_BYTES <= disk.total or any(words in said.lower() for words in _OF_A_FULL_DISK)

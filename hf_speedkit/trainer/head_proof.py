@@ -15,6 +15,7 @@ import torch
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.trainer.adapters import below_adapters
+from hf_speedkit.trainer.module_mode import in_mode
 
 _TOKENS = 16
 # Of the largest logit: both ways round products of the same numbers, in fp32 perhaps through TF32 (11 bits).
@@ -109,22 +110,16 @@ def prove_loss_head(
     ids = row["input_ids"]
     labels = torch.full_like(ids, -100)
     labels[:, -_TOKENS + 1 :] = ids[:, -_TOKENS + 1 :]
-    training = [module for module in model.modules() if module.training]
-    model.eval()  # dropout would draw other masks
-    try:
-        with torch.no_grad():
-            logits = model(**row, use_cache=False, **few).logits[0, -_TOKENS:-1].float()
-            targets = ids[0, -len(logits) :]
-            expected = torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0]
-            found = model(**row, labels=labels, use_cache=False, fused_lm_head=True).log_probs[0, -len(logits) :]
-            difference = float((found.float() - expected).abs().max())
-            if own:
-                positions = torch.arange(ids.shape[1] - 1 - len(logits), ids.shape[1] - 1, device=ids.device)
-                nll = model(**row, labels=labels, use_cache=False, target_positions=positions).nll
-                difference = max(difference, float((nll + expected.sum()).abs()) / len(positions))
-    finally:
-        for module in training:
-            module.training = True
+    with in_mode(model, training=False), torch.no_grad():  # dropout would draw other masks
+        logits = model(**row, use_cache=False, **few).logits[0, -_TOKENS:-1].float()
+        targets = ids[0, -len(logits) :]
+        expected = torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0]
+        found = model(**row, labels=labels, use_cache=False, fused_lm_head=True).log_probs[0, -len(logits) :]
+        difference = float((found.float() - expected).abs().max())
+        if own:
+            positions = torch.arange(ids.shape[1] - 1 - len(logits), ids.shape[1] - 1, device=ids.device)
+            nll = model(**row, labels=labels, use_cache=False, target_positions=positions).nll
+            difference = max(difference, float((nll + expected.sum()).abs()) / len(positions))
     if dtype is None:
         dtype = base.get_output_embeddings().weight.dtype
     allowed = _TOLERANCE.get(dtype, _COARSE_TOLERANCE) * max(1.0, float(logits.abs().max()))

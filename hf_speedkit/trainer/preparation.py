@@ -52,10 +52,11 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
         columns = columns_of(dataset)
         if args.assistant_only_loss and "messages" in columns:
             dataset = answered(dataset, name)
-        if tokenized or not {"messages", "conversations", "prompt"} & set(columns):
+        conversational = bool({"messages", "conversations", "prompt"} & set(columns))
+        if tokenized or not conversational:
             _say_what_is_idle(args, name)
-        if not tokenized:
-            self._require_end_token(columns, args.dataset_text_field)
+        if not tokenized and not conversational and args.dataset_text_field in columns:
+            self._require_end_token()
         found = None if streaming else len(dataset)
         checks = TemplateChecks(
             self._tokenizer, self.chat_template, args.template_check, args.exclude_generation_prompt
@@ -116,9 +117,8 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
         finally:
             self.completion_only_loss = former
 
-    def _require_end_token(self, columns: list[str], text_field: str) -> None:
-        plain = text_field in columns and not {"messages", "conversations", "prompt"} & set(columns)
-        if plain and self._tokenizer.eos_token is None:
+    def _require_end_token(self) -> None:
+        if self._tokenizer.eos_token is None:
             raise DatasetError(
                 "the tokenizer has no eos_token to end a text with",
                 mend='set one: eos_token="..." in the config, a token of the vocabulary',
@@ -128,9 +128,8 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
         """Trainer's predictions on a dataset of any kind that `evaluate` takes; the parent's takes a prepared one."""
         if not self._skip_prepare_dataset:
             self._check_new(test_dataset, "test")
-            packing = self.args.packing if self.args.eval_packing is None else self.args.eval_packing
             test_dataset = self._prepare_dataset(
-                test_dataset, self.processing_class, self.args, packing, self._formatting_func, "test"
+                test_dataset, self.processing_class, self.args, self._eval_is_packed(), self._formatting_func, "test"
             )
         return super().predict(test_dataset, *args, **kwargs)
 
@@ -145,9 +144,11 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
                 self._check_new(dataset, name)
         return super().evaluate(eval_dataset, *args, **kwargs)
 
+    def _eval_is_packed(self) -> bool:
+        return bool(self.args.packing if self.args.eval_packing is None else self.args.eval_packing)
+
     def _check_new(self, dataset: Any, name: str) -> None:
-        packing = self.args.packing if self.args.eval_packing is None else self.args.eval_packing
-        refuse_packed_evaluation(dataset, packing=packing)
+        refuse_packed_evaluation(dataset, packing=self._eval_is_packed())
         check_dataset(
             dataset, text_field=self.args.dataset_text_field, formatting_func=self._formatting_func, name=name,
             completion_only_loss=self.args.completion_only_loss,

@@ -95,9 +95,9 @@ def answered(dataset: Any, name: str) -> Any:
         dataset: with `messages`.
         name: for the log.
     """
-    if isinstance(dataset, IterableDataset):
-        return dataset.filter(_has_answer, input_columns="messages")
     kept = dataset.filter(_has_answer, input_columns="messages")
+    if isinstance(dataset, IterableDataset):
+        return kept
     if 0 < len(kept) < len(dataset):
         logger.warning("%s documents: %s of %s conversations have no answer and are left out", name,
                        f"{len(dataset) - len(kept):,}", f"{len(dataset):,}")  # fmt: skip

@@ -16,10 +16,8 @@ from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.state import GradientState
 from transformers import TrainingArguments
 
-from hf_speedkit.core.records import TokenCounts
+from hf_speedkit.core.records import NO_TOKENS, TokenCounts
 from hf_speedkit.trainer.observation import LabelRule, count_batch
-
-_NOTHING = TokenCounts(slots=0, real=0, target=0, documents=0, squared_lengths=0, window_pairs=0)
 
 
 class NewRows:
@@ -77,7 +75,7 @@ def count_new_rows(
         return seen
     slots = seen[0].slots
     if wanted == 0:
-        return replace(_NOTHING, slots=slots), {}
+        return replace(NO_TOKENS, slots=slots), {}
     part = count_batch(
         [_cut(value, rows, wanted) for value in arguments],
         {name: _cut(value, rows, wanted) for name, value in keywords.items()},

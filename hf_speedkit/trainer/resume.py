@@ -18,7 +18,7 @@ from typing import Any
 
 from hf_speedkit.core.errors import CheckpointError, ConfigurationError
 from hf_speedkit.trainer.agreement import gather_agreed
-from hf_speedkit.trainer.checkpoint_files import damage, numbered_checkpoints, read_manifest
+from hf_speedkit.trainer.checkpoint_files import cause_of, damage, numbered_checkpoints, read_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -275,8 +275,7 @@ def _settings_of(optimizer: Any) -> set[str]:
 
 def reason_of(error: BaseException) -> str:
     """What went wrong, without torch's tracebacks of every rank."""
-    failures = getattr(error, "failures", {})
-    cause = next(iter(failures.values()))[0] if failures else error
+    cause = cause_of(error)
     return str(cause.args[0] if cause.args else cause).split("\n", 1)[0]
 
 

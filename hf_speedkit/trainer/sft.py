@@ -194,9 +194,6 @@ class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
         finally:
             self.data_collator, self.args.dataloader_drop_last = collator, drop_last
 
-    def _eval_is_packed(self) -> bool:
-        return self.packing_active if self.args.eval_packing is None else bool(self.args.eval_packing)
-
     def _packed_sampler(self, dataset: Dataset, *, train: bool) -> PackedBatchSampler:
         args = self.args
         lengths = document_lengths(dataset).tolist()

@@ -23,6 +23,7 @@ from hf_speedkit.trainer.communication import corrected_gathers
 from hf_speedkit.trainer.first_step import FirstStep
 from hf_speedkit.trainer.head_proof import probe_tokens, prove_loss_head
 from hf_speedkit.trainer.kernel_callback import activation_dtype
+from hf_speedkit.trainer.module_mode import in_mode
 from hf_speedkit.trainer.preflight import check_wrap_class, preflight
 from hf_speedkit.trainer.prepared import loaded_weights
 from hf_speedkit.trainer.rank_watch import RankWatch
@@ -30,27 +31,9 @@ from hf_speedkit.trainer.resume_data import compare_documents, padded_order
 from hf_speedkit.trainer.saved_totals import load_totals
 
 if TYPE_CHECKING:
-    import torch
-
     from hf_speedkit.trainer.sft import SpeedSFTTrainer
 
 logger = logging.getLogger(__name__)
-
-
-@contextmanager
-def training_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Put a model into training mode and back, each module as it was.
-
-    The Trainer (transformers 5.23, trainer.py:2072) does so only at the first step, and `from_pretrained` gives
-    evaluation mode, in which nothing is checkpointed: the probe would hold every layer's activations.
-    """
-    evaluating = [module for module in model.modules() if not module.training]
-    model.train()
-    try:
-        yield
-    finally:
-        for module in evaluating:
-            module.training = False
 
 
 class StartupProof(FirstStep):
@@ -125,7 +108,9 @@ class StartupProof(FirstStep):
         batch = agree(self.probe_batch)
         self._prove_head(batch)
         if self._trainer.args.isolation_check:
-            with self._timed("isolation"), training_mode(self._trainer.model_wrapped):
+            # The Trainer (transformers 5.23, trainer.py:2072) does so only at the first step, and `from_pretrained`
+            # gives evaluation mode, in which nothing is checkpointed: the probe would hold every layer's activations.
+            with self._timed("isolation"), in_mode(self._trainer.model_wrapped, training=True):
                 self.isolation = agree(lambda: assert_isolation(self._trainer.model_wrapped, batch))
             logger.info("isolation proven on %d packed documents", self.isolation.documents)
 

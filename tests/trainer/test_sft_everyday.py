@@ -12,7 +12,7 @@ from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
 from hf_speedkit.core.errors import ConfigurationError, DatasetError, NonFiniteError
 from hf_speedkit.trainer.expert_balance import without_padding
 from hf_speedkit.trainer.head_proof import probe_tokens, prove_loss_head
-from hf_speedkit.trainer.startup import training_mode
+from hf_speedkit.trainer.module_mode import in_mode
 
 LENGTHS = [9, 4, 17, 2, 30, 8]
 HELD_OUT = [2, 2, 2, 30, 4, 25, 3, 3]
@@ -187,7 +187,7 @@ def test_training_mode_gives_each_module_back_its_own():
     model = tiny_llama().eval()
     model.model.layers[1].train()
     before = [module.training for module in model.modules()]
-    with pytest.raises(RuntimeError, match="boom"), training_mode(model):
+    with pytest.raises(RuntimeError, match="boom"), in_mode(model, training=True):
         assert all(module.training for module in model.modules())
         raise RuntimeError("boom")
     assert [module.training for module in model.modules()] == before
