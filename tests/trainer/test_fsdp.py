@@ -7,7 +7,7 @@ import json
 import socket
 import time
 import weakref
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
@@ -16,9 +16,10 @@ from fsdp_run import LOOKED_AT, STEPS, Forwards, lone_head, losses, rank_main, r
 from rank_processes import start_ranks
 from support import tiny_hybrid, tiny_llama
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FSDPModule
 
 from hf_speedkit.core.errors import ConfigurationError
-from hf_speedkit.trainer.communication import corrected_gathers
+from hf_speedkit.trainer.communication import _one_memory, corrected_gathers
 from hf_speedkit.trainer.gradient_memory import ReduceScatterInOneMemory
 from hf_speedkit.trainer.preflight import check_wrap_class
 from hf_speedkit.trainer.prepared import loaded_weights, peak_host_growth
@@ -233,6 +234,23 @@ def test_gradients_are_allocated_on_the_training_stream_and_held_until_the_next_
     with stream(reducing):
         one.allocate((4,), **given)
     assert on[-1] is reducing
+
+
+@pytest.mark.parametrize(("backward_passes", "shared"), [(1, True), (2, False)])
+def test_gradients_that_add_up_over_micro_batches_stay_where_torch_puts_them(backward_passes, shared):
+    class Sharded(FSDPModule, torch.nn.Linear):
+        def __new__(cls, *_):
+            return torch.nn.Linear.__new__(cls)
+
+        def set_custom_reduce_scatter(self, comm):
+            self.comm = comm
+
+    model = Sharded(2, 2)
+    with ExitStack() as stack:
+        assert (_one_memory(model, backward_passes, stack) is not None) is shared
+        assert hasattr(model, "comm") is shared
+        assert bool(model._forward_pre_hooks) is shared
+    assert not model._forward_pre_hooks
 
 
 def test_v41_the_host_memory_a_process_once_held_is_read(tmp_path):
