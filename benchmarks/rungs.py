@@ -57,6 +57,7 @@ ONE_OFF = (
     _minus("packing", packing=False),
     _minus("fused layers", fused_layers=False),
     _minus("fused convolution", fused_layers_exclude=["convolution"]),
+    _minus("split convolution", fused_layers_exclude=["split_convolution"]),
     _minus("fused norms", fused_layers_exclude=["rms_norm", "gated_norm"]),
     _minus("fused SwiGLU", fused_layers_exclude=["swiglu"]),
     _minus("packed attention", packed_attention="keep"),

@@ -1,4 +1,4 @@
-"""Fused norms, SwiGLU and convolution put into a live model where they are there and proven; taken out afterwards.
+"""Fused norms, SwiGLU and convolutions put into a live model where they are there and proven; taken out afterwards.
 
 Each needs no compiler to install: Triton compiles at run time. What runs is an override of `forward` on the instance
 (the convolution: of the modeling file's global), so weights, names, checkpoints and wrappers stay what they are.
@@ -16,17 +16,29 @@ from typing import TYPE_CHECKING, Any
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
-from hf_speedkit.kernels.fused_forwards import GATED_NORM, RMS_NORM, SWIGLU, Candidate, Forward, candidates, part_of
+from hf_speedkit.kernels.fused_forwards import (
+    GATED_NORM,
+    RMS_NORM,
+    SPLIT_CONVOLUTION,
+    SWIGLU,
+    Candidate,
+    Forward,
+    candidates,
+    part_of,
+)
+from hf_speedkit.kernels.gated_delta_forward import why_not_split
 from hf_speedkit.kernels.imports import installed_version, is_installed
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from hf_speedkit.kernels.fused_parity import Parity
+
 logger = logging.getLogger(__name__)
 
 CONVOLUTION_PART = "convolution"
-PARTS = (CONVOLUTION_PART, RMS_NORM, GATED_NORM, SWIGLU)
+PARTS = (CONVOLUTION_PART, SPLIT_CONVOLUTION, RMS_NORM, GATED_NORM, SWIGLU)
 """What can be fused, by the names that `exclude` takes."""
 
 _MARK = "speedkit_fused"
@@ -44,8 +56,9 @@ def fused_layers(
 ) -> Iterator[tuple[str, ...]]:
     """Run a model's small layers on fused kernels for the time of the context.
 
-    Each kind of layer gets the first candidate that imports, agrees with the layer's own forward in float32 (output and
-    every gradient, on the device) and keeps its dtype. What does not is logged with the reason and left as it was.
+    Each kind of layer gets the first candidate that imports, agrees with the layer's own forward (output and every
+    gradient, on the device; in float32 where it is another kernel) and keeps its dtype. What does not is logged with
+    the reason and left as it was.
 
     Args:
         model: the model, prepared or not, wrapped or not.
@@ -168,8 +181,12 @@ def _fuse(group: _Group, settings: _Settings, stack: ExitStack) -> str | None:
     from hf_speedkit.kernels.fused_parity import multiplies_by_one_plus_weight
 
     module = group.modules[0]
+    reason = why_not_split(module) if group.part == SPLIT_CONVOLUTION else None
+    if reason is not None:
+        logger.info("%s of %s is left out: %s", group.part, group.kind, reason)
+        return None
     zero_centred = group.part == RMS_NORM and multiplies_by_one_plus_weight(module)
-    for candidate in candidates(group.part, zero_centred=zero_centred):
+    for candidate in candidates(group.part, zero_centred=zero_centred, layer=module):
         proven = _prove(candidate, group, settings)
         if proven is None:
             continue
@@ -184,8 +201,6 @@ def _fuse(group: _Group, settings: _Settings, stack: ExitStack) -> str | None:
 
 def _prove(candidate: Candidate, group: _Group, settings: _Settings) -> tuple[Forward, str] | None:
     """The candidate's forward and its evidence, or None with the reason in the log."""
-    from hf_speedkit.kernels.fused_parity import compare
-
     what = f"{group.part} of {group.kind} from {candidate.package}"
     if not is_installed(candidate.package):
         logger.info("%s: not installed", what)
@@ -195,8 +210,7 @@ def _prove(candidate: Candidate, group: _Group, settings: _Settings) -> tuple[Fo
     except Exception as error:  # noqa: BLE001 (a package that does not import raises anything)
         logger.warning("%s is left out: it fails to import: %s: %s", what, type(error).__name__, error)
         return None
-    rows = settings.slots * group.heads
-    parity = compare(group.modules[0], forward, group.part, rows=rows, device=settings.device, dtype=settings.dtype)
+    parity = _parity(group, forward, settings)
     if parity.problem is not None:
         logger.warning("%s is left out: %s", what, parity.problem)
         return None
@@ -205,6 +219,16 @@ def _prove(candidate: Candidate, group: _Group, settings: _Settings) -> tuple[Fo
     evidence = f"{candidate.package} {version}, largest error {parity.error:.1e}, {seconds}"
     setattr(forward, _MARK, evidence)
     return forward, evidence
+
+
+def _parity(group: _Group, forward: Forward, settings: _Settings) -> Parity:
+    from hf_speedkit.kernels.fused_parity import compare
+    from hf_speedkit.kernels.gated_delta_parity import compare_split
+
+    module, device, dtype = group.modules[0], settings.device, settings.dtype
+    if group.part == SPLIT_CONVOLUTION:
+        return compare_split(module, forward, slots=settings.slots, device=device, dtype=dtype)
+    return compare(module, forward, group.part, rows=settings.slots * group.heads, device=device, dtype=dtype)
 
 
 def _restore(layer: nn.Module, bound: object) -> None:

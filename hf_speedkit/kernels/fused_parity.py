@@ -77,7 +77,7 @@ def multiplies_by_one_plus_weight(module: nn.Module) -> bool:
     """Whether a norm is centred on zero: with a weight of 0 it lets its input through."""
     (weight,) = (value for value in module.parameters(recurse=False))
     size, dtype = weight.shape[0], torch.float32
-    twin = _twin(module, {"weight": torch.zeros(size, dtype=dtype)})
+    twin = plain_twin(module, {"weight": torch.zeros(size, dtype=dtype)})
     inputs = [torch.ones(1, 1, size, dtype=dtype)] * (2 if type(module).__name__.endswith("Gated") else 1)
     with torch.no_grad():
         return bool(type(module).forward(twin, *inputs).any())
@@ -115,7 +115,7 @@ def _run(
 ) -> tuple[dict[str, Tensor], nn.Module]:
     # Clones: Liger's SwiGLU writes its gradients into the tensors it was given.
     leaves = [value.detach().clone().requires_grad_() for value in inputs]
-    twin = _twin(module, weights)
+    twin = plain_twin(module, weights)
     parameters = dict(twin.named_parameters(recurse=False))
     with torch.enable_grad(), torch.autocast(incoming.device.type, enabled=False):
         output = forward(twin, *leaves)
@@ -124,7 +124,7 @@ def _run(
     return {"the output": output.detach(), **dict(zip(names, values, strict=True))}, twin
 
 
-def _twin(module: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
+def plain_twin(module: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
     """The layer with other weights, sharing nothing that is written to."""
     # Not copy.copy: FSDP2 gives the layer a class whose __new__ makes a new layer, and fails (torch 2.13).
     classes = (c for c in type(module).__mro__ if issubclass(c, nn.Module) and not issubclass(c, FSDPModule))

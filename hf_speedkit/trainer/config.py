@@ -50,8 +50,10 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         packed_attention: "auto" lets packed rows run on torch's variable-length attention where the model would use
             sdpa or eager with a [T, T] mask and the kernel can do what the model needs; "keep" leaves it alone.
         fused_layers: on a GPU, run norms, SwiGLU and the convolution on fused kernels from fla or Liger where those are
-            installed and agree with the layer's own forward, in outputs and gradients.
-        fused_layers_exclude: names to leave alone: "convolution", "rms_norm", "gated_norm", "swiglu".
+            installed and agree with the layer's own forward, in outputs and gradients; and give GatedDeltaNet layers
+            a forward that copies nothing for its kernel, where it agrees in the same way.
+        fused_layers_exclude: names to leave alone: "convolution", "split_convolution", "rms_norm", "gated_norm",
+            "swiglu".
         loss_head: "auto" computes the loss of packed rows from hidden states in one go, without host reads and without
             projecting twice, where the model's output layer is a plain one; "trl" leaves TRL's head in place.
         fused_optimizer: torch's fused AdamW (optim="adamw_torch_fused") runs as one kernel a tensor that also clips.
@@ -137,7 +139,8 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         default=True, metadata={"help": "Run small layers on fused kernels from fla or Liger where they are proven."}
     )
     fused_layers_exclude: list[str] | None = field(
-        default=None, metadata={"help": "Layers to leave alone: convolution, rms_norm, gated_norm, swiglu."}
+        default=None,
+        metadata={"help": "Layers to leave alone: convolution, split_convolution, rms_norm, gated_norm, swiglu."},
     )
     loss_head: str = field(
         default="auto",
