@@ -19,6 +19,7 @@ from hf_speedkit.kernels.refusal import GO_ON
 
 # Names: fla 0.6.0, liger-kernel 0.8.5, causal-conv1d 1.7.0, mamba-ssm 2.2 and torch 2.11 sources. TileLang calls the
 # function that fla writes for it "kernel_kernel".
+_CONVOLUTION = (r"causal_conv1d\w*fwd", r"causal_conv1d\w*bwd")
 _RULE = (
     r"chunk_gated_delta_rule_fwd|chunk_fwd_kernel_o",
     r"chunk_gated_delta_rule_bwd|chunk_bwd_kernel|prepare_wy_repr_bwd|kernel_kernel",
@@ -30,8 +31,9 @@ _SELECTIVE_SCAN = (r"selective_scan_fwd_kernel", r"selective_scan_bwd_kernel")
 _FLASH = (r"(flash|fmha).*(fwd|forward|fprop)", r"(flash|fmha).*(bwd|backward|bprop)|dot_do_o")
 EXPECTED_NAMES: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
     {
-        ("causal_conv1d_fn", "causal_conv1d"): (r"causal_conv1d\w*fwd", r"causal_conv1d\w*bwd"),
-        ("causal_conv1d_fn", "fla"): (r"causal_conv1d\w*fwd", r"causal_conv1d\w*bwd"),
+        ("causal_conv1d_fn", "causal_conv1d"): _CONVOLUTION,
+        ("causal_conv1d_fn", "fla"): _CONVOLUTION,
+        ("split_convolution", "hf_speedkit"): _CONVOLUTION,
         ("chunk_gated_delta_rule", "fla"): _RULE,
         ("chunk_kda", "fla"): _KIMI_RULE,
         ("mamba_split_conv1d_scan_combined", "mamba_ssm"): _CHUNK_SCAN,

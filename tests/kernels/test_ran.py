@@ -25,6 +25,11 @@ CASES = [
     ),
     (check("causal_conv1d_fn", "fla 0.6.0: fla.modules"), "causal_conv1d_fwd_kernel", "causal_conv1d_bwd_kernel"),
     (
+        check("split_convolution", "hf_speedkit 0.1.0, largest error 0.0e+00"),
+        "causal_conv1d_fwd_kernel",
+        "causal_conv1d_bwd_kernel",
+    ),
+    (
         check("attention", "speedkit_varlen, torch"),
         "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<256>>(Flash_fwd_params)",
         "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>(Flash_bwd_params)",
