@@ -60,6 +60,7 @@ ONE_OFF = (
     _minus("split convolution", fused_layers_exclude=["split_convolution"]),
     _minus("fused norms", fused_layers_exclude=["rms_norm", "gated_norm"]),
     _minus("fused SwiGLU", fused_layers_exclude=["swiglu"]),
+    _minus("qk rotary", fused_layers_exclude=["qk_rotary"]),
     _minus("packed attention", packed_attention="keep"),
     _minus("loss head", loss_head="trl"),
     _minus("fused optimizer", fused_optimizer=False),

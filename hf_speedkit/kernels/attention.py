@@ -244,7 +244,8 @@ def _by_kernel(
     from torch.nn.attention.varlen import varlen_attn
 
     slots = query.shape[2]
-    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    # Not tensor[0]: its backward pass fills a tensor of zeros and copies the gradient into it.
+    queries, keys, values = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     dtype = values.dtype
     if queries.dtype != dtype:  # rotary embeddings in fp32 under autocast
         queries, keys = queries.to(dtype), keys.to(dtype)

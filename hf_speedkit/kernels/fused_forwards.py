@@ -1,7 +1,7 @@
 """Fused forwards for layers, from Liger, fla and here: what they can stand in for, and how they are called.
 
 Checked against liger-kernel 0.8.5 and fla 0.6.0 by their sources; each is compared with the layer's own forward on the
-device before it is used (`fused_parity.py`, `gated_delta_parity.py`): a changed package is not bound rather than wrong.
+device before it is used (`fused_parity.py` and its likes): a changed package is not bound rather than wrong.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from hf_speedkit.kernels.fused_attention import QK_ROTARY, attention_forward, has_head_norms
 from hf_speedkit.kernels.gated_delta_forward import is_gated_delta_net, split_forward
 
 if TYPE_CHECKING:
@@ -47,7 +48,9 @@ def part_of(module: nn.Module) -> str | None:
     if name.endswith("MLP") and projections <= set(module._modules) <= projections | {"act_fn"}:
         is_silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
         return SWIGLU if is_silu else None
-    return SPLIT_CONVOLUTION if is_gated_delta_net(module) else None
+    if is_gated_delta_net(module):
+        return SPLIT_CONVOLUTION
+    return QK_ROTARY if has_head_norms(module) else None
 
 
 def candidates(part: str, *, zero_centred: bool = False, layer: nn.Module | None = None) -> Sequence[Candidate]:
@@ -55,11 +58,13 @@ def candidates(part: str, *, zero_centred: bool = False, layer: nn.Module | None
 
     Args:
         part: what `part_of` says.
-        zero_centred: whether a norm multiplies by 1 + weight.
+        zero_centred: whether a norm, or the norms of an attention layer, multiply by 1 + weight.
         layer: one of the layers, for `SPLIT_CONVOLUTION`: the forward is that of its class, put together anew.
     """
     if part == SPLIT_CONVOLUTION:
         return (Candidate(package="hf_speedkit", make=lambda: split_forward(layer)),)
+    if part == QK_ROTARY:
+        return (Candidate(package="hf_speedkit", make=lambda: attention_forward(one_plus=zero_centred)),)
     if part == RMS_NORM:
         return (
             Candidate(package="liger_kernel", make=lambda: _liger_rms_norm(zero_centred)),

@@ -1,4 +1,4 @@
-"""Fused norms, SwiGLU and convolutions put into a live model where they are there and proven; taken out afterwards.
+"""Fused norms, SwiGLU, convolutions and attention heads put into a live model where proven; taken out afterwards.
 
 Each needs no compiler to install: Triton compiles at run time. What runs is an override of `forward` on the instance
 (the convolution: of the modeling file's global), so weights, names, checkpoints and wrappers stay what they are.
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
+from hf_speedkit.kernels.fused_attention import QK_ROTARY
 from hf_speedkit.kernels.fused_forwards import (
     GATED_NORM,
     RMS_NORM,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONVOLUTION_PART = "convolution"
-PARTS = (CONVOLUTION_PART, SPLIT_CONVOLUTION, RMS_NORM, GATED_NORM, SWIGLU)
+PARTS = (CONVOLUTION_PART, SPLIT_CONVOLUTION, RMS_NORM, GATED_NORM, SWIGLU, QK_ROTARY)
 """What can be fused, by the names that `exclude` takes."""
 
 _MARK = "speedkit_fused"
@@ -158,10 +159,14 @@ def _groups(model: nn.Module, exclude: Sequence[str]) -> list[_Group]:
         # Something else put its own forward there (Liger, `kernels`, accelerate): leave it.
         if part is None or part in exclude or "forward" in module.__dict__:
             continue
+        if part == QK_ROTARY and any("forward" in norm.__dict__ for norm in (module.q_norm, module.k_norm)):
+            continue
         heads = _heads(name.rpartition(".")[2], part, parents.get(id(module)))
         shapes = tuple((key, tuple(value.shape), value.dtype) for key, value in module.named_parameters())
+        # Attention layers of one class may differ in their window, or in whether they rotate at all.
+        switches = _switches(module) if part == QK_ROTARY else ()
         group = _Group(part=part, kind=type(module).__name__, heads=heads, modules=[])
-        groups.setdefault((type(module), heads, shapes), group).modules.append(module)
+        groups.setdefault((type(module), heads, shapes, switches), group).modules.append(module)
     return list(groups.values())
 
 
@@ -177,6 +182,12 @@ def _heads(name: str, part: str, parent: Any) -> int:
     return heads if isinstance(heads, int) else 1
 
 
+def _switches(module: nn.Module) -> tuple[tuple[str, object], ...]:
+    plain = (bool, int, float, str, type(None))
+    settings = ((key, value) for key, value in sorted(vars(module).items()) if isinstance(value, plain))
+    return tuple((key, value) for key, value in settings if key != "layer_idx")
+
+
 def _fuse(group: _Group, settings: _Settings, stack: ExitStack) -> str | None:
     from hf_speedkit.kernels.fused_parity import multiplies_by_one_plus_weight
 
@@ -185,7 +196,8 @@ def _fuse(group: _Group, settings: _Settings, stack: ExitStack) -> str | None:
     if reason is not None:
         logger.info("%s of %s is left out: %s", group.part, group.kind, reason)
         return None
-    zero_centred = group.part == RMS_NORM and multiplies_by_one_plus_weight(module)
+    norm = {RMS_NORM: module, QK_ROTARY: getattr(module, "q_norm", None)}.get(group.part)
+    zero_centred = norm is not None and multiplies_by_one_plus_weight(norm)
     for candidate in candidates(group.part, zero_centred=zero_centred, layer=module):
         proven = _prove(candidate, group, settings)
         if proven is None:
@@ -222,12 +234,15 @@ def _prove(candidate: Candidate, group: _Group, settings: _Settings) -> tuple[Fo
 
 
 def _parity(group: _Group, forward: Forward, settings: _Settings) -> Parity:
+    from hf_speedkit.kernels.attention_parity import compare_attention
     from hf_speedkit.kernels.fused_parity import compare
     from hf_speedkit.kernels.gated_delta_parity import compare_split
 
     module, device, dtype = group.modules[0], settings.device, settings.dtype
     if group.part == SPLIT_CONVOLUTION:
         return compare_split(module, forward, slots=settings.slots, device=device, dtype=dtype)
+    if group.part == QK_ROTARY:
+        return compare_attention(module, forward, slots=settings.slots, device=device, dtype=dtype)
     return compare(module, forward, group.part, rows=settings.slots * group.heads, device=device, dtype=dtype)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +70,7 @@ def compare(
     seconds = time.perf_counter() - began
     if found["the output"].dtype != plain_type:
         return Parity(problem=f"its output is {found['the output'].dtype}, the layer's is {plain_type}")
-    return _judge(found, expected, weights, examined, dtype, seconds)
+    return judge(found, expected, weights, examined, dtype, seconds)
 
 
 def multiplies_by_one_plus_weight(module: nn.Module) -> bool:
@@ -89,18 +89,26 @@ def own_shape(inputs: list[Tensor], part: str) -> tuple[int, ...]:
     return (batch, rows, width // 2) if part == SWIGLU else (batch, rows, width)
 
 
-def _judge(
+def judge(
     found: Mapping[str, Tensor],
     expected: Mapping[str, Tensor],
-    weights: Mapping[str, Tensor],
+    whole: Container[str],
     examined: int,
     dtype: torch.dtype,
     seconds: float,
 ) -> Parity:
+    """The largest relative error of what was found, or the first problem.
+
+    Args:
+        found, expected: outputs and gradients by name, the latter in float32.
+        whole: names of those without a dimension of rows; of all others, [1, rows ...], the first `examined` count.
+        dtype: of the activations.
+        seconds: of the first call.
+    """
     worst = 0.0
     for name, wanted in expected.items():
         value = found[name].float()
-        value = value if name in weights else value[:, :examined]
+        value = value if name in whole else value[:, :examined]
         if not bool(torch.isfinite(found[name]).all()):
             return Parity(problem=f"{name} is not finite")
         error = float((value - wanted).norm() / wanted.norm().clamp_min(1e-30))

@@ -47,6 +47,7 @@ EXPECTED_NAMES: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
         ("gated_norm", "fla"): (r"layer_norm_gated_fwd", r"layer_norm_gated_bwd"),
         ("swiglu", "liger_kernel"): (r"swiglu_forward", r"swiglu_backward"),
         ("swiglu", "fla"): (r"swiglu_fwd", r"swiglu_fwdbwd"),
+        ("qk_rotary", "hf_speedkit"): (r"qk_rotary_forward", r"qk_rotary_backward"),
     }
 )
 """(function, beginning of the evidence) -> patterns of the forward's and the backward's device kernels."""

@@ -136,6 +136,39 @@ class SiluMultiply(torch.autograd.Function):
         return gate, up
 
 
+class NormAndRotate(torch.autograd.Function):
+    """Our qk_rotary: both projections, the gate's half included, and one fp32 factor a head."""
+
+    @staticmethod
+    def forward(ctx: Any, queries: Tensor, keys: Tensor, q_weight: Tensor, k_weight: Tensor) -> Any:
+        """Queries [B, T, H, D or 2 D], keys [B, T, H_kv, D], weights [D]."""
+        head_dim = q_weight.shape[0]
+        factors = [x.new_empty(x.shape[:3], dtype=torch.float32) for x in (queries, keys)]
+        ctx.save_for_backward(queries, keys, q_weight, k_weight, *factors)
+        gate = queries[..., head_dim:] if queries.shape[-1] > head_dim else None
+        return queries.new_empty(*queries.shape[:3], head_dim), torch.empty_like(keys), gate
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Gradients in the projections' own shapes."""
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:4])
+
+
+class OutputGate(torch.autograd.Function):
+    """Our output_gate: attention's output, which attention keeps too, and the gate, a view of the projection."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, gate: Tensor) -> Tensor:
+        """Both [B, T, H, D]."""
+        ctx.save_for_backward(output, gate)
+        return torch.empty_like(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Gradients of both."""
+        return torch.empty_like(grad), torch.empty_like(grad)
+
+
 class VarlenAttention(torch.autograd.Function):
     """torch.nn.attention.varlen (varlen.py:474): query, key, value, output, one fp32 number a head and slot."""
 

@@ -38,7 +38,7 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     from hf_speedkit.kernels.saved_tensors import VarlenAttention
 
-    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    queries, keys, values = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     output = _apply(VarlenAttention, queries.to(values.dtype), keys.to(values.dtype), values)
     return output.unsqueeze(0), None
 
@@ -82,17 +82,30 @@ def _convolution(x: Any, weight: Any, *_: Any, **__: Any) -> Any:
     return _apply(Convolution, x, weight)
 
 
+def _norm_and_rotate(queries: Any, keys: Any, norms: Any, *_: Any) -> tuple[Any, Any, Any]:
+    from hf_speedkit.kernels.saved_tensors import NormAndRotate
+
+    turned_q, turned_k, gate = _apply(NormAndRotate, queries, keys, norms.query_weight, norms.key_weight)
+    return turned_q.transpose(1, 2), turned_k.transpose(1, 2), gate
+
+
 _FUNCTIONS: Mapping[str, Any] = {"chunk_gated_delta_rule": _delta_rule, "causal_conv1d_fn": _convolution}
 
 
 def _fuse(model: nn.Module) -> None:
+    from hf_speedkit.kernels.fused_attention import QK_ROTARY, attention_forward
     from hf_speedkit.kernels.fused_forwards import GATED_NORM, RMS_NORM, SWIGLU, part_of
-    from hf_speedkit.kernels.saved_tensors import GatedNorm, RmsNorm, SiluMultiply
+    from hf_speedkit.kernels.saved_tensors import GatedNorm, OutputGate, RmsNorm, SiluMultiply
 
     forwards: Mapping[str, Any] = {
         RMS_NORM: lambda self, x: _apply(RmsNorm, x, self.weight),
         GATED_NORM: lambda self, x, gate: _apply(GatedNorm, x, gate, self.weight),
         SWIGLU: lambda self, x: self.down_proj(_apply(SiluMultiply, self.gate_proj(x), self.up_proj(x))),
+        QK_ROTARY: attention_forward(
+            one_plus=False,
+            norm_and_rotate=_norm_and_rotate,
+            gated=lambda output, gate: _apply(OutputGate, output, gate),
+        ),
     }
     for module in model.modules():
         forward = forwards.get(part_of(module) or "")

@@ -37,7 +37,13 @@ def test_every_part_is_fused_below_an_adapter(tmp_path, monkeypatch):
         after = adapter_gradients(model)
         checks = {check.function: (check.layers, check.layers_total) for check in fused_layer_checks(model)}
     assert {line.partition(":")[0] for line in lines} == set(PARTS)
-    assert checks == {"split_convolution": (3, 3), "rms_norm": (11, 11), "gated_norm": (3, 3), "swiglu": (4, 4)}
+    assert checks == {
+        "split_convolution": (3, 3),
+        "rms_norm": (11, 11),
+        "gated_norm": (3, 3),
+        "swiglu": (4, 4),
+        "qk_rotary": (1, 1),
+    }
     torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-4 * float(before.abs().max()))
 
 

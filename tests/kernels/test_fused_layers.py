@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.core.records import KernelVerdict
-from hf_speedkit.kernels import fused_forwards
+from hf_speedkit.kernels.attention_parity import compare_attention
 from hf_speedkit.kernels.bindings import bind_references
 from hf_speedkit.kernels.fused_forwards import candidates, part_of
 from hf_speedkit.kernels.fused_layers import PARTS, fused_layer_checks, fused_layers
@@ -71,6 +71,7 @@ def test_every_part_is_fused_from_the_best_package_and_gradients_stay(model_with
         "rms_norm": (11, 11),
         "gated_norm": (3, 3),
         "swiglu": (4, 4),
+        "qk_rotary": (1, 1),
     }
     assert {check.verdict for check in checks.values()} == {KernelVerdict.FUSED}
 
@@ -113,10 +114,10 @@ def test_on_a_cpu_nothing_is_changed(model_with):
         assert fused_layer_checks(model) == ()
 
 
-def test_without_the_packages_nothing_is_changed_and_nobody_is_warned(caplog):
+def test_without_the_packages_only_our_own_is_put_in_and_nobody_is_warned(caplog):
     model = tiny_model("qwen3_5")
     with fused_layers(model, devices=CPU) as lines:
-        assert lines == ()
+        assert set(parts(lines)) == {"qk_rotary"}
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
@@ -212,9 +213,11 @@ def test_the_kind_of_norm_is_read_from_what_its_forward_does(family, centred):
 def test_the_layers_own_forward_passes_its_own_comparison(family, dtype):
     for module in tiny_model(family).modules():
         part = part_of(module)
-        if part not in (None, "split_convolution"):
-            parity = compare(module, type(module).forward, part, rows=50, device=torch.device("cpu"), dtype=dtype)
-            assert parity.problem is None
+        own, target = type(module).forward, {"device": torch.device("cpu"), "dtype": dtype}
+        if part == "qk_rotary":
+            assert compare_attention(module, own, slots=50, **target).problem is None
+        elif part not in (None, "split_convolution"):
+            assert compare(module, own, part, rows=50, **target).problem is None
 
 
 def test_an_mlp_with_another_activation_is_not_a_swiglu():
@@ -236,7 +239,7 @@ def test_rows_behind_those_compared_run_too():
 
 
 def test_every_part_has_a_candidate():
-    for part in (fused_forwards.RMS_NORM, fused_forwards.GATED_NORM, fused_forwards.SWIGLU):
+    for part in set(PARTS) - {"convolution"}:
         assert candidates(part, zero_centred=True)
 
 

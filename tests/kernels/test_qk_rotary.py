@@ -1,0 +1,248 @@
+"""Norm and rotation of attention's heads in one pass: right in value and gradient, and only where that is proven."""
+
+import logging
+
+import pytest
+import torch
+import transformers
+from kernel_models import COMMON, packed_row, random_documents, summed_loss, tiny_model
+
+from hf_speedkit.kernels import output_gate, qk_rotary
+from hf_speedkit.kernels.attention import register
+from hf_speedkit.kernels.fused_layers import PARTS, fused_layer_checks, fused_layers
+from hf_speedkit.kernels.qk_rotary import HeadNorms, norm_and_rotate
+
+EPS = 1e-6
+FLOATS, HALVES = torch.float32, torch.bfloat16
+FULL = ("full_attention",) * 2
+
+
+def small(family):
+    """Two attention layers whose norms let no mistake through, with a gate (qwen3_5) or without one."""
+    if family == "qwen3_5":
+        model = tiny_model("qwen3_5", num_hidden_layers=2, layer_types=list(FULL))
+    else:
+        config = getattr(transformers, f"{family}Config")(**{**COMMON, "num_hidden_layers": 2})
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def fused(model, **kwargs):
+    others = set(PARTS) - {"qk_rotary"}
+    return fused_layers(model, exclude=others, devices=("cpu",), tokens_per_batch=50, **kwargs)
+
+
+def loss_and_gradients(model):
+    inputs, labels = packed_row(random_documents([17, 1, 9]), slots=32)
+    model.zero_grad()
+    loss = summed_loss(model, inputs, labels)
+    loss.backward()
+    return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def as_transformers_does(queries, keys, norms, cos, sin):
+    """What Qwen3.5 and Qwen3 compute, from their formulas."""
+    head_dim, turning = norms.query_weight.shape[0], cos.shape[-1]
+    cos, sin = cos[:, None], sin[:, None]
+
+    def heads(x, weight, eps):
+        normal = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+        one_plus = (normal * (1 + weight.float())).type_as(x)
+        x = (one_plus if norms.one_plus else weight * normal.to(x.dtype)).transpose(1, 2)
+        first, second = x[..., :turning].chunk(2, dim=-1)
+        turned = x[..., :turning] * cos + torch.cat((-second, first), dim=-1) * sin
+        return torch.cat((turned, x[..., turning:]), dim=-1)
+
+    gate = queries[..., head_dim:] if queries.shape[-1] > head_dim else None
+    queries = heads(queries[..., :head_dim], norms.query_weight, norms.query_eps)
+    return queries, heads(keys, norms.key_weight, norms.key_eps), gate
+
+
+@pytest.mark.parametrize("one_plus", [True, False])
+@pytest.mark.parametrize(
+    ("heads", "sizes", "gated"), [((6, 2), (16, 4), True), ((2, 2), (24, 24), False)], ids=["partial", "full"]
+)
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype", "table_dtype"),
+    [(FLOATS, FLOATS, FLOATS), (HALVES, HALVES, HALVES), (HALVES, FLOATS, FLOATS)],
+    ids=["float32", "bfloat16", "autocast"],
+)
+def test_values_gradients_dtypes_and_order_in_memory(one_plus, heads, sizes, gated, dtype, weight_dtype, table_dtype):
+    make = torch.Generator().manual_seed(0)
+
+    def random(*shape, dtype=dtype):
+        return torch.randn(shape, generator=make).to(dtype)
+
+    (batch, slots), (head_dim, turning) = (2, 5), sizes
+    queries = random(batch, slots, heads[0], head_dim * (2 if gated else 1))
+    leaves = [queries, random(batch, slots, heads[1], head_dim), *(random(head_dim, dtype=weight_dtype) for _ in "qk")]
+    tables = [random(1, slots, turning, dtype=table_dtype) for _ in "cs"]
+    incoming = [random(batch, count, slots, head_dim) for count in heads] + [random(batch, slots, heads[0], head_dim)]
+
+    def run(function, cast=lambda x: x):
+        own = [cast(leaf).clone().requires_grad_() for leaf in leaves]
+        norms = HeadNorms(query_weight=own[2], key_weight=own[3], query_eps=EPS, key_eps=2 * EPS, one_plus=one_plus)
+        outputs = [output for output in function(*own[:2], norms, *map(cast, tables)) if output is not None]
+        grads = [grad.to(output.dtype) for grad, output in zip(incoming, outputs, strict=False)]
+        return [*outputs, *torch.autograd.grad(outputs, own, grads)]
+
+    found, theirs = run(norm_and_rotate), run(as_transformers_does)
+    exact = run(as_transformers_does, lambda x: x.double())
+    for mine, own, right in zip(found, theirs, exact, strict=True):
+        assert mine.dtype == own.dtype
+        # Three roundings to bfloat16, of 2^-9 each; float32 sums of 24 terms.
+        assert (mine - right).norm() <= (6e-3 if dtype == HALVES else 1e-6) * right.norm()
+    assert all(output.transpose(1, 2).is_contiguous() for output in found[:2])
+
+
+@pytest.mark.parametrize("dtype", [FLOATS, HALVES])
+def test_the_output_gate_in_value_and_gradient(dtype):
+    make = torch.Generator().manual_seed(0)
+    output, wide = (torch.randn(2, 5, 3, size, generator=make).to(dtype) for size in (8, 16))
+    grad = torch.randn(2, 3, 5, 8, generator=make).to(dtype).transpose(1, 2)
+    gate = wide[..., 8:]
+
+    def run(function, *leaves):
+        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+        product = function(*leaves)
+        return [product, *torch.autograd.grad(product, leaves, grad.to(product.dtype))]
+
+    found = run(output_gate.gated, output, gate)
+    right = run(lambda x, g: x * g.sigmoid(), output.double(), gate.double())
+    for mine, value in zip(found, right, strict=True):
+        assert mine.dtype == dtype
+        assert (mine - value).norm() <= (3e-3 if dtype == HALVES else 1e-6) * value.norm()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", register()])
+@pytest.mark.parametrize("family", ["qwen3_5", "Qwen3"])
+def test_losses_and_all_gradients_of_a_model_stay(family, attention):
+    model = small(family)
+    model.set_attn_implementation(attention)
+    loss, before = loss_and_gradients(model)
+    with fused(model) as lines:
+        (check,) = fused_layer_checks(model)
+        fused_loss, after = loss_and_gradients(model)
+    assert len(lines) == 1
+    assert (check.function, check.layers, check.layers_total) == ("qk_rotary", 2, 2)
+    torch.testing.assert_close(fused_loss, loss)
+    torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-5 * float(before.abs().max()))
+    assert loss_and_gradients(model)[0] == loss
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "Qwen3"])
+def test_with_a_cache_the_layers_own_forward_runs(family):
+    model = small(family).eval()
+    (document,) = random_documents([6])
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    wanted = model.generate(document[None], **settings)
+    with fused(model), torch.no_grad():
+        assert torch.equal(model.generate(document[None], **settings), wanted)
+        cache = model(document[None], use_cache=True).past_key_values
+    assert cache.get_seq_length() == 6
+
+
+def test_norms_whose_weights_are_elsewhere_are_called_themselves():
+    """DeepSpeed's third stage holds a parameter without elements outside of its own layer's call."""
+    model = small("Qwen3")
+    loss, _ = loss_and_gradients(model)
+    norms = [norm for layer in model.model.layers for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm)]
+    with fused(model):
+        for norm in norms:
+            whole = norm.weight.data
+            norm.register_forward_pre_hook(lambda norm, _, whole=whole: setattr(norm.weight, "data", whole))
+            norm.weight.data = torch.empty(0)
+        inputs, labels = packed_row(random_documents([17, 1, 9]), slots=32)
+        torch.testing.assert_close(summed_loss(model, inputs, labels).detach(), loss)
+
+
+def half_turned(queries, keys, norms, cos, sin):
+    return norm_and_rotate(queries, keys, norms, cos, 0.5 * sin)
+
+
+def keys_as_they_are(queries, keys, norms, cos, sin):
+    turned, _, gate = norm_and_rotate(queries, keys, norms, cos, sin)
+    return turned, keys.transpose(1, 2) * 1, gate
+
+
+def without_gradient_of_keys(queries, keys, norms, cos, sin):
+    return norm_and_rotate(queries, keys.detach() + 0 * keys, norms, cos, sin)
+
+
+def as_if_in_first_document(queries, keys, norms, cos, sin):
+    halves = [torch.cat((table[:, :25], table[:, :25]), dim=1)[:, : table.shape[1]] for table in (cos, sin)]
+    return norm_and_rotate(queries, keys, norms, *halves)
+
+
+def in_double(*inputs):
+    return tuple(x if x is None else x.double() for x in norm_and_rotate(*inputs))
+
+
+def not_finite(*inputs):
+    turned, keys, gate = norm_and_rotate(*inputs)
+    return turned * float("nan"), keys, gate
+
+
+def fails(*inputs):
+    raise RuntimeError("no kernel image")
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (half_turned, "is off by"),
+        (keys_as_they_are, "is off by"),
+        (without_gradient_of_keys, "the gradient of k_proj's output is off by"),
+        (as_if_in_first_document, "is off by"),
+        (in_double, "the query is torch.float64, the layer's is torch.float32"),
+        (not_finite, "is not finite"),
+        (fails, "it raises RuntimeError: no kernel image"),
+    ],
+)
+def test_a_wrong_rotation_is_left_out_with_the_reason(monkeypatch, caplog, function, reason):
+    model = small("qwen3_5")
+    monkeypatch.setattr(qk_rotary, "norm_and_rotate", function)
+    with fused(model) as lines:
+        assert lines == ()
+        assert fused_layer_checks(model) == ()
+    assert "qk_rotary of Qwen3_5Attention from hf_speedkit is left out" in caplog.text
+    assert reason in caplog.text
+
+
+def test_a_wrong_gate_is_left_out(monkeypatch, caplog):
+    monkeypatch.setattr(output_gate, "gated", lambda output, gate: output * gate.tanh())
+    with fused(small("qwen3_5")) as lines:
+        assert lines == ()
+    assert "the output is off by" in caplog.text
+
+
+def test_layers_that_do_something_else_stay_and_their_likes_are_fused(caplog):
+    """Every second layer of EXAONE 4 does not rotate: the same class, and another comparison."""
+    config = transformers.Exaone4Config(**COMMON, sliding_window=8, sliding_window_pattern=2)
+    model = transformers.Exaone4ForCausalLM(config)
+    _, before = loss_and_gradients(model)
+    with fused(model):
+        (check,) = fused_layer_checks(model)
+        _, after = loss_and_gradients(model)
+    assert (check.layers, check.layers_total) == (2, 4)
+    assert "it hands attention sliding_window=8, the layer sliding_window=None" in caplog.text
+    torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-5 * float(before.abs().max()))
+
+
+def test_a_norm_that_somebody_else_replaced_keeps_its_place():
+    model = small("Qwen3")
+    norm = model.model.layers[0].self_attn.k_norm
+    norm.forward = lambda x: type(norm).forward(norm, 2 * x)
+    with fused(model):
+        (check,) = fused_layer_checks(model)
+    assert (check.layers, check.layers_total) == (1, 2)
+
+
+def test_attention_without_head_norms_is_not_looked_at(caplog):
+    caplog.set_level(logging.INFO)
+    with fused(tiny_model("llama")) as lines:
+        assert lines == ()
+    assert "qk_rotary" not in caplog.text
