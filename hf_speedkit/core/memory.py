@@ -130,3 +130,58 @@ def _most_bytes(kept: Sequence[int], peaks: StepPeaks, already: Collection[int],
         again = size * ((number in already) - (number in alone))
         highest = max(highest, peak + more + again)
     return max(highest, peaks.forward + more)
+
+
+@dataclass(frozen=True, slots=True)
+class Offloading:
+    """A choice of how many layers keep their activations in host memory.
+
+    Args:
+        layers: how many.
+        layers_ahead: so many layers are computed while one layer's activations are copied, at least one.
+    """
+
+    layers: int
+    layers_ahead: int
+
+
+# Copies share the memory and the link with everything else: leave some of the time.
+_COPY_SHARE = 0.85
+
+
+def layers_to_offload(
+    checkpointed: int,
+    *,
+    of: int,
+    layer_bytes: int,
+    forward_s: float,
+    bytes_per_s: float,
+    host_bytes: int,
+    spare_bytes: int,
+) -> Offloading:
+    """As many layers as copies have time for beside one forward pass, and the host and the device room for.
+
+    The backward pass takes twice as long or longer, so the forward pass is what bounds the copies.
+
+    Args:
+        checkpointed: layers that would otherwise be computed twice. of: layers of the model.
+        layer_bytes: what one layer keeps.
+        forward_s: time of one forward pass of all layers.
+        bytes_per_s: of a copy between device and host.
+        host_bytes: what may be taken of the host.
+        spare_bytes: what is free on the device in the backward passes of the first layers; what is on its way lies
+            there.
+    """
+    if min(checkpointed, layer_bytes, forward_s, bytes_per_s) <= 0:
+        return Offloading(0, 1)
+    in_time = int(_COPY_SHARE * forward_s * bytes_per_s // layer_bytes)
+    count = max(0, min(checkpointed, in_time, host_bytes // layer_bytes))
+    ahead = math.ceil(layer_bytes / bytes_per_s / (forward_s / of))
+    while count and layer_bytes * _on_the_way(count, checkpointed, ahead) > spare_bytes:
+        count -= 1
+    return Offloading(count, max(1, ahead))
+
+
+def _on_the_way(count: int, checkpointed: int, ahead: int) -> int:
+    """How many layers' activations are copied or waited for at once, with `count` spread over `checkpointed`."""
+    return 1 + math.ceil(ahead * count / checkpointed)

@@ -3,8 +3,11 @@
 - find: inspection, layout, requirements, modeling_files, imports, hub, liger, model_checks, config_checks, demands,
   verdicts, refusal
 - know: compatibility, compatibility_rows, known, stack, caches
-- prove: probe, probe_targets, probe_inputs, probe_batch, skeleton, reference, fused_parity, ran, layer_probe
-- put in place: attention, fla_convolution, fused_layers, fused_forwards, bindings, full_precision
-- our own: loss_head, loss_head_triton, adamw, adamw_triton
+- prove: probe, probe_targets, probe_inputs, probe_batch, skeleton, reference, fused_parity, gated_delta_parity,
+  attention_parity, ran, layer_probe
+- put in place: attention, fla_convolution, fused_layers, fused_forwards, gated_delta_forward,
+  fused_attention, bindings, full_precision
+- our own: loss_head, loss_head_triton, adamw, adamw_triton, qk_rotary, qk_rotary_triton, output_gate,
+  output_gate_triton
 - memory of a layer: memory_trace, live_bytes, saved_tensors, stand_ins, traced_adapters
 """

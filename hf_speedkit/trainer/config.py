@@ -61,6 +61,10 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         activation_checkpointing_layers: how many layers are checkpointed where activation_checkpointing is on. "auto"
             starts with all of them, measures the first two steps and leaves as many alone as memory allows (packed
             rows on a GPU; all of them elsewhere), "all", or a number.
+        activation_offloading_layers: how many of the checkpointed layers keep their activations in host memory
+            instead of computing them twice. "auto" tries as many as copies have time for beside the computation, where
+            layers are still checkpointed on a GPU, and goes back if a step did not get faster; "none", or a number.
+            TRL's `activation_offloading`, which moves what every layer saves, leaves this out.
         memory_check: before a model given by its name is loaded, plan the memory of a step from its configuration and
             these settings: "strict" refuses what cannot fit and names what would, "warn" says so, "off" plans nothing.
         isolation_check: prove before step 1 that packed documents do not see one another.
@@ -149,6 +153,10 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
     fused_optimizer: bool = field(default=True, metadata={"help": "Clip and update in one kernel a tensor."})
     activation_checkpointing_layers: str = field(
         default="auto", metadata={"help": "Layers to checkpoint: auto (as few as memory asks for), all, or a number."}
+    )
+    activation_offloading_layers: str = field(
+        default="auto",
+        metadata={"help": "Checkpointed layers whose activations go to host memory instead: auto, none, or a number."},
     )
     memory_check: str = field(
         default="strict",

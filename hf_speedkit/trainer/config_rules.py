@@ -82,12 +82,15 @@ def check_choices(config: Any) -> None:
                 f"{name}={value!r} is not a choice", mend=f"{name} is one of: {', '.join(choices)}"
             )
 
-    layers = str(config.activation_checkpointing_layers)
-    if layers not in ("auto", "all") and not layers.isdecimal():
-        raise ConfigurationError(
-            f"activation_checkpointing_layers={layers!r} is not a choice",
-            mend="activation_checkpointing_layers is auto, all, or a number of layers",
-        )
+    for name, words in (
+        ("activation_checkpointing_layers", ("auto", "all")),
+        ("activation_offloading_layers", ("auto", "none")),
+    ):
+        layers = str(getattr(config, name))
+        if layers not in words and not layers.isdecimal():
+            raise ConfigurationError(
+                f"{name}={layers!r} is not a choice", mend=f"{name} is {', '.join(words)}, or a number of layers"
+            )
 
 
 def settle_packing(config: Any) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from hf_speedkit.core.memory import StepPeaks
 from hf_speedkit.measure.device_memory import DeviceMemory
+from hf_speedkit.trainer.layer_marks import mark_layers
 
-_FORWARD = -1
+_FORWARD, _BEFORE = -1, -2
 
 
 class PeakWatch:
-    """Notes, from now until `finish`, the most bytes before the backward passes of the layers and in each of them.
+    """Notes, from the next training forward pass until `finish`, the most bytes before the layers' backward passes and
+    in each of them.
+
+    What is there before that forward pass does not count: the gradients of the step before may still be.
 
     Args:
         layers: the decoder layers, first layer first.
@@ -23,36 +26,23 @@ class PeakWatch:
 
     def __init__(self, layers: Sequence[torch.nn.Module], memory: DeviceMemory) -> None:
         self._memory = memory
-        self._part = _FORWARD
-        self._most = {_FORWARD: 0, **dict.fromkeys(range(len(layers)), 0)}
+        self._part = _BEFORE
+        self._most = {_BEFORE: 0, _FORWARD: 0, **dict.fromkeys(range(len(layers)), 0)}
         self._reserved = 0
-        memory.reset_peak()
-        self._handles = [layers[0].register_forward_pre_hook(self._micro_batch)]
-        for number, layer in enumerate(layers):
-            self._handles.append(layer.register_forward_hook(self._announce(number)))
+        self._handles = mark_layers(layers, forward=self._micro_batch, backward=self._enter)
 
     def finish(self) -> tuple[StepPeaks, int]:
         """The peaks, and the bytes that the allocator held unused where it held most; takes the hooks away."""
         self._enter(_FORWARD)
         for handle in self._handles:
             handle.remove()
+        del self._most[_BEFORE]
         backward = [self._most[number] for number in range(len(self._most) - 1)]
         return StepPeaks(self._most[_FORWARD], backward), max(0, self._reserved - max(self._most.values()))
 
-    def _micro_batch(self, *_: Any) -> None:
-        # Recomputation runs this too, inside a backward pass; that is how torch.utils.checkpoint tells it.
-        if torch._C._current_graph_task_id() == -1:
+    def _micro_batch(self, layer: int) -> None:
+        if layer == 0:
             self._enter(_FORWARD)
-
-    def _announce(self, number: int) -> Any:
-        """A forward hook: the gradient of the layer's output arrives right before its backward pass."""
-
-        def watch(_: Any, __: Any, output: Any) -> None:
-            hidden = output[0] if isinstance(output, tuple) else output
-            if hidden.requires_grad and torch._C._current_graph_task_id() == -1:
-                hidden.register_hook(lambda _: self._enter(number))
-
-        return watch
 
     def _enter(self, part: int) -> None:
         self._most[self._part] = max(self._most[self._part], self._memory.peak_allocated())

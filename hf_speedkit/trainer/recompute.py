@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ class _Layer:
     """A decoder layer whose checkpointing can be switched, however it was switched on."""
 
     module: torch.nn.Module
+    on: bool = True
 
     @property
     def kind(self) -> tuple[str, ...]:
@@ -45,6 +46,9 @@ class _Layer:
 
     def switch(self, on: bool) -> None:
         """Checkpoint this layer from the next forward pass on, or do not."""
+        if on == self.on:
+            return  # what lies over the layer's forward by now stays
+        self.on = on
         if isinstance(self.module, CheckpointWrapper):
             if on:
                 self.module.__dict__.pop("forward", None)
@@ -91,6 +95,8 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
         self.total = 0
         self.checkpointed = 0
         self.kept_bytes: dict[tuple[str, ...], int] = {}
+        self.spare_bytes = 0
+        self.offloaded: frozenset[int] = frozenset()
         self._packed = packed
         self._memory_of = memory
         self._memory: DeviceMemory | None = None
@@ -103,6 +109,7 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
         """Find the layers; with a number, settle it."""
         self._candidates = checkpointed_layers(model)
         self.total = self.checkpointed = len(self._candidates)
+        self.offloaded = frozenset()
         self._step = 0
         measures = self.layers == AUTO and self._packed and self._candidates
         self._memory = self._memory_of(args.device) if measures else None
@@ -140,9 +147,32 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
         for layer in self._candidates:
             layer.switch(True)
 
+    @property
+    def measures(self) -> bool:
+        """Whether this run's device and rows let it measure what layers keep."""
+        return self._memory is not None
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """The layers, first layer first."""
+        return [layer.module for layer in self._candidates]
+
+    def offload(self, chosen: Sequence[int]) -> None:
+        """Stop checkpointing these layers, whose activations someone moves to host memory; () checkpoints them again.
+
+        Args:
+            chosen: numbers of layers that are checkpointed.
+        """
+        self.offloaded = frozenset(chosen)
+        self._settle(self.total - self.checkpointed)
+
     def line(self) -> str | None:
         """What was chosen, for the summary; None where nothing is checkpointed."""
-        return f"activation checkpointing: {self.checkpointed} of {self.total} layers" if self.total else None
+        if not self.total:
+            return None
+        twice = len(set(range(self.checkpointed)) - self.offloaded)
+        also = f", activations of {len(self.offloaded)} in host memory" if self.offloaded else ""
+        return f"activation checkpointing: {twice} of {self.total} layers{also}"
 
     def _watch(self, layer: _Layer, memory: DeviceMemory) -> None:
         """Note what the next forward pass of this layer leaves allocated; inside FSDP2's hooks, so without weights."""
@@ -169,6 +199,7 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
     def _choose(self, watch: PeakWatch, memory: DeviceMemory, device: torch.device) -> None:
         peaks, unused = watch.finish()
         room = room_for_tensors(memory.total(), others=memory.others(), unused=unused)
+        self.spare_bytes = room - max(peaks.backward)
         kept = [self.kept_bytes.get(layer.kind) for layer in self._candidates]
         watched = list(self._last_of_each_kind().values())
         already = [number for number, layer in enumerate(self._candidates) if layer in watched]
@@ -201,4 +232,4 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
     def _settle(self, left_alone: int) -> None:
         self.checkpointed = self.total - left_alone
         for number, layer in enumerate(self._candidates):
-            layer.switch(number < self.checkpointed)
+            layer.switch(number < self.checkpointed and number not in self.offloaded)

@@ -39,6 +39,7 @@ from hf_speedkit.trainer.inputs import (
 from hf_speedkit.trainer.kernel_callback import activation_dtype
 from hf_speedkit.trainer.memory_check import bits_of, require_memory
 from hf_speedkit.trainer.mfu_inputs import flops_of, sliding_window
+from hf_speedkit.trainer.offload_choice import OffloadChoice
 from hf_speedkit.trainer.output import STEP_LOG_NAME, existing_run, refuse_existing_run
 from hf_speedkit.trainer.packed_layers import packed_layers, padded_attention
 from hf_speedkit.trainer.positions import check_lengths, learned_positions
@@ -157,6 +158,7 @@ class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
             self.add_callback(CompactProgress())
         self.recompute = RecomputeChoice(args.activation_checkpointing_layers, packed=self.packing_active)
         self.add_callback(self.recompute)
+        self.add_callback(OffloadChoice(args.activation_offloading_layers, self.recompute))
         self.trace = TraceCallback(args.trace_steps) if args.trace_steps else None
         attach(self, *(callback for callback in (self.startup, self.throughput, self.trace) if callback is not None))
 

@@ -13,6 +13,8 @@ from support import tiny_hybrid, tokenized
 from transformers import TrainerCallback
 from two_process_run import build
 
+from hf_speedkit.trainer import offload
+from hf_speedkit.trainer.offload_choice import OffloadChoice
 from hf_speedkit.trainer.prepared import shard_groups
 
 STEPS, LOOKED_AT = 20, (1, 11, 20)
@@ -171,6 +173,26 @@ def evaluates_and_saves(path):
     return losses(trainer)
 
 
+def with_activations_on_the_host(path, **changes):
+    """Losses of three steps in which two of four layers' activations leave the device, and how many storages did."""
+    counts = []
+
+    class Counts(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            (choice,) = [one for one in trainer.callback_handler.callbacks if isinstance(one, OffloadChoice)]
+            counts.append([len(one.held) for one in choice._offload._passes.values()])
+
+    smallest, offload.SMALLEST_BYTES = offload.SMALLEST_BYTES, 64
+    try:
+        values = {"accumulation": 1, "isolation_check": False, "max_steps": 3, "activation_offloading_layers": 2}
+        trainer = build(path, **{**values, **changes})
+        trainer.add_callback(Counts())
+        trainer.train()
+    finally:
+        offload.SMALLEST_BYTES = smallest
+    return [losses(trainer), counts]
+
+
 def scenarios(path, rank):
     import pytest
 
@@ -197,6 +219,12 @@ def scenarios(path, rank):
     forwards = Forwards()
     trained(path / "forwards", callbacks=[forwards], activation_checkpointing=True, max_steps=1, **sharded)
     yield "forwards", forwards.count
+
+    for name, changes in (
+        ("host", {"activation_checkpointing": True}),
+        ("host, wrapped", {"plugin": {"activation_checkpointing": True}}),
+    ):
+        yield name, with_activations_on_the_host(path / name, lr_scheduler_type="constant", **changes, **sharded)
 
     yield from low_precision(path / "upcast")
     mixed = tiny_hybrid().bfloat16()

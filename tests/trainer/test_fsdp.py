@@ -12,7 +12,17 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import torch
 from filelock import FileLock
-from fsdp_run import LOOKED_AT, STEPS, Forwards, lone_head, losses, rank_main, refused, trained
+from fsdp_run import (
+    LOOKED_AT,
+    STEPS,
+    Forwards,
+    lone_head,
+    losses,
+    rank_main,
+    refused,
+    trained,
+    with_activations_on_the_host,
+)
 from rank_processes import start_ranks
 from support import tiny_hybrid, tiny_llama
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -130,6 +140,20 @@ def test_v44_two_activation_checkpointings_are_refused_and_one_recomputes_once(r
     assert ranks[0]["forwards"] == 2
     for said in ranks:
         assert said["twice"].startswith("ConfigurationError: 4 layers have two activation checkpointings")
+
+
+@two
+@pytest.mark.parametrize("name", ["host", "host, wrapped"])
+def test_activations_on_the_host_leave_losses_as_they_are_and_gathered_weights_alone(ranks, tmp_path, name):
+    """A layer has nine matrices; gathered ones that were copied would be so many storages more than without FSDP."""
+    alone = with_activations_on_the_host(tmp_path, activation_checkpointing=True)
+    for said in ranks:
+        found, counts = said[name]
+        assert found == pytest.approx(said["losses"][:3], abs=1e-6)
+        for ours, whole in zip(counts, alone[1], strict=True):
+            # Rows differ, and with them what is above the smallest size that is moved.
+            assert all(abs(a - b) <= 3 for a, b in zip(ours, whole, strict=True)), (ours, whole)
+    assert min(map(min, alone[1])) > 5
 
 
 @two

@@ -1,0 +1,57 @@
+"""Says when the forward and the backward pass of each layer begin, recomputation left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def mark_layers(
+    layers: Sequence[torch.nn.Module],
+    *,
+    forward: Callable[[int], None] | None = None,
+    backward: Callable[[int], None],
+) -> list[Any]:
+    """Call `forward(number)` before a layer's forward pass and `backward(number)` before its backward pass.
+
+    A checkpointed layer's forward pass runs again inside the backward pass; that one is not announced. Forward passes
+    without gradients are.
+
+    Args:
+        layers: first layer first.
+        forward, backward: called with the layer's place.
+
+    Returns:
+        Handles; remove them to end it.
+    """
+    handles: list[Any] = []
+    for number, layer in enumerate(layers):
+        if forward is not None:
+            handles.append(layer.register_forward_pre_hook(_before(number, forward)))
+        handles.append(layer.register_forward_hook(_after(number, backward)))
+    return handles
+
+
+def _before(number: int, call: Callable[[int], None]) -> Any:
+    def entered(*_: Any) -> None:
+        if not _recomputes():
+            call(number)
+
+    return entered
+
+
+def _after(number: int, call: Callable[[int], None]) -> Any:
+    def left(_: Any, __: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad and not _recomputes():
+            # The gradient of the layer's output arrives right before the layer's backward pass.
+            hidden.register_hook(lambda _: call(number))
+
+    return left
+
+
+def _recomputes() -> bool:
+    """Whether this runs inside a backward pass; that is how torch.utils.checkpoint tells it."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,290 @@
+"""Activations of some layers in host memory between their forward and their backward pass.
+
+A layer that is checkpointed computes its forward pass twice; one whose activations wait in host memory does not, and
+copies over PCIe run beside the computation. Each storage that autograd saves in such a layer is copied out while the
+next layers run, let go of on the device, and copied back a few layers before it is needed. Bytes are what they were, so
+the values computed are the same. Weights stay: FSDP frees and gathers them itself.
+
+Source: torch.autograd.graph.saved_tensors_hooks. TRL's `activation_offloading` moves what every layer saves, tensor by
+tensor, and begins to fetch it when it is asked for (trl 1.16 models/activation_offloading.py).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hf_speedkit.trainer.layer_marks import mark_layers
+
+SMALLEST_BYTES = 2**20
+"""Storages below this stay on the device: a copy of them costs its launch."""
+CHUNK_BYTES = 2**30
+"""Pinned memory comes in pieces of this size: torch rounds what it pins to a power of two."""
+
+
+class HostArena:
+    """Host memory that activations are copied to, pinned where the device is a GPU.
+
+    Args:
+        pinned: only copies to and from pinned memory run beside the host.
+        grows: take more from the host when what is reserved is used up, instead of giving nothing.
+        chunk_bytes: size of one piece; no larger storage can be held.
+    """
+
+    def __init__(self, *, pinned: bool, grows: bool = False, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._pinned, self._grows, self._chunk_bytes = pinned, grows, chunk_bytes
+        self._chunks: list[torch.Tensor] = []
+        self._used: list[int] = []
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes held."""
+        return len(self._chunks) * self._chunk_bytes
+
+    def reserve(self, size: int) -> None:
+        """Hold at least `size` bytes. Raises RuntimeError where the host has not got them."""
+        while self.total_bytes < size:
+            self._chunks.append(torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=self._pinned))
+            self._used.append(0)
+
+    def take(self, size: int) -> torch.Tensor | None:
+        """`size` bytes that nothing else gets; None where no piece has them left."""
+        if size > self._chunk_bytes:
+            return None
+        for number, used in enumerate(self._used):
+            if used + size <= self._chunk_bytes:
+                self._used[number] = -(-(used + size) // 512) * 512
+                return self._chunks[number][used : used + size]
+        if not self._grows:
+            return None
+        self.reserve(self.total_bytes + self._chunk_bytes)
+        return self.take(size)
+
+    def first(self, size: int) -> torch.Tensor:
+        """The first bytes, for a try before anything is taken."""
+        return self._chunks[0][:size]
+
+    def release(self) -> None:
+        """Give everything back to the host; torch would keep what it pinned."""
+        self._chunks, self._used = [], []
+        give_back = getattr(torch._C, "_host_emptyCache", None)  # since torch 2.5
+        if give_back is not None and self._pinned:
+            give_back()
+
+
+@dataclass(slots=True, weakref_slot=True)
+class _Held:
+    """One storage that a layer saved. The saved tensors on it own it, so it is gone when autograd lets go of them.
+
+    Args:
+        source: its bytes while they are on the device, None in between.
+        host: its bytes in host memory.
+        back: when the copy back is done, until it was waited for.
+    """
+
+    source: torch.Tensor | None
+    host: torch.Tensor
+    back: Any = None
+
+    def __del__(self) -> None:
+        self.wait()  # also where nobody asked for it: its memory is written to until then
+
+    def wait(self) -> None:
+        """Let the device wait for the copy back."""
+        if self.back is not None and self.source is not None:
+            torch.cuda.current_stream(self.source.device).wait_event(self.back)
+            self.back = None
+
+
+@dataclass(slots=True)
+class _Pass:
+    """What one forward pass of one layer saved, by the address of its storage."""
+
+    held: dict[int, weakref.ref[_Held]] = field(default_factory=dict)
+    weights: set[int] | None = None
+    out: Any = None
+    buffers_used: int = 0
+
+    def alive(self) -> Iterator[_Held]:
+        """What autograd still needs."""
+        for reference in self.held.values():
+            held = reference()
+            if held is not None:
+                yield held
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A saved tensor as what it is of its storage."""
+
+    held: _Held
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class ActivationOffload:
+    """Keeps what the given layers save in host memory until their backward passes.
+
+    Args:
+        layers: all decoder layers, first layer first.
+        chosen: numbers of those whose activations leave the device.
+        arena: where they go, large enough.
+        device: where the layers compute.
+        layers_ahead: how many layers' time one layer's copy takes, each way: it is let go of that many layers later,
+            and fetched that many layers before its backward pass.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[torch.nn.Module],
+        chosen: Sequence[int],
+        arena: HostArena,
+        device: torch.device,
+        *,
+        layers_ahead: int,
+    ) -> None:
+        self.arena = arena
+        self._device, self._ahead = device, max(1, layers_ahead)
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._buffers: dict[int, list[torch.Tensor | None]] = {number: [] for number in chosen}
+        self._passes: dict[int, _Pass] = {}
+        self._undo: list[Callable[[], None]] = []
+        self._handles = mark_layers(layers, forward=self._let_go, backward=self._fetch)
+        for number in chosen:
+            self._hook(layers[number], number)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of saved storages that are on the device now."""
+        alive = [held for one in self._passes.values() for held in one.alive()]
+        return sum(len(held.source) for held in alive if held.source is not None)
+
+    def close(self) -> None:
+        """Leave the layers as they were. Belongs between two steps."""
+        for handle in self._handles:
+            handle.remove()
+        for undo in self._undo:
+            undo()
+        self._passes.clear()
+        self._buffers.clear()
+        if self._stream is not None:
+            self._stream.synchronize()  # nothing is on its way into memory that is given back
+        self.arena.release()
+
+    def _hook(self, layer: torch.nn.Module, number: int) -> None:
+        former, own = layer.forward, layer.__dict__.get("forward")
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():  # an evaluation, where nothing is kept
+                return former(*args, **kwargs)
+            one = self._passes[number] = _Pass()
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda saved: self._pack(saved, one, layer, number), self._unpack
+            ):
+                output = former(*args, **kwargs)
+            if self._stream is not None:
+                one.out = self._stream.record_event()
+            return output
+
+        def undo() -> None:
+            if layer.__dict__.get("forward") is forward:
+                if own is None:
+                    del layer.forward
+                else:
+                    layer.forward = own
+
+        layer.forward = forward
+        self._undo.append(undo)
+
+    def _pack(self, saved: torch.Tensor, one: _Pass, layer: torch.nn.Module, number: int) -> torch.Tensor | _View:
+        if type(saved) is not torch.Tensor or saved.device.type != self._device.type or saved.layout != torch.strided:
+            return saved
+        if one.weights is None:  # now, since FSDP gathers them after the layer has been entered
+            one.weights = {_address(own) for own in (*layer.parameters(), *layer.buffers())}
+        address = _address(saved)
+        known = one.held.get(address)
+        held = None if known is None else known()
+        if held is None or held.source is None:
+            if saved.untyped_storage().nbytes() < SMALLEST_BYTES or address in one.weights:
+                return saved
+            held = self._copy_out(saved, one, number)
+            if held is None:
+                return saved
+            one.held[address] = weakref.ref(held)
+        return _View(held, saved.dtype, saved.size(), tuple(map(int, saved.stride())), int(saved.storage_offset()))
+
+    def _copy_out(self, saved: torch.Tensor, one: _Pass, number: int) -> _Held | None:
+        whole = _whole(saved.untyped_storage())
+        buffers, place = self._buffers[number], one.buffers_used
+        if place == len(buffers):
+            buffers.append(self.arena.take(len(whole)))
+        one.buffers_used += 1
+        buffer = buffers[place]
+        if buffer is None or len(buffer) < len(whole):  # no room, or rows that grew: it stays on the device
+            return None
+        host = buffer[: len(whole)]
+        if self._stream is None:
+            host.copy_(whole)
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                host.copy_(whole, non_blocking=True)
+        return _Held(whole, host)
+
+    def _let_go(self, layer: int) -> None:
+        """Before the forward pass of a layer: what was saved some layers ago has been copied by now."""
+        one = self._passes.get(layer - self._ahead)
+        if one is None:
+            return
+        if one.out is not None:
+            # On the device, not the host: nothing may be written there before it was read.
+            torch.cuda.current_stream(self._device).wait_event(one.out)
+        for held in one.alive():
+            held.source = None
+
+    def _fetch(self, layer: int) -> None:
+        """Before the backward pass of a layer: begin to copy back what a layer some way below needs."""
+        for number in range(layer, layer - self._ahead - 1, -1):
+            one = self._passes.get(number)
+            for held in () if one is None else one.alive():
+                if held.source is None:
+                    self._copy_back(held)
+
+    def _copy_back(self, held: _Held) -> torch.Tensor:
+        held.source = torch.empty(len(held.host), dtype=torch.uint8, device=self._device)
+        if self._stream is None:
+            held.source.copy_(held.host)
+        else:
+            # The memory was the training stream's: what it did there must be over.
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                held.source.copy_(held.host, non_blocking=True)
+                held.back = self._stream.record_event()
+        return held.source
+
+    def _unpack(self, saved: torch.Tensor | _View) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        held = saved.held
+        whole = held.source
+        if whole is None:  # nobody fetched it: the layer's output has no gradient hook in this graph
+            whole = self._copy_back(held)
+        held.wait()
+        return torch.empty(0, dtype=saved.dtype, device=self._device).set_(
+            whole.untyped_storage(), saved.offset, saved.size, saved.stride
+        )
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All bytes of a storage."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

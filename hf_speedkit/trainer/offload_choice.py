@@ -1,0 +1,228 @@
+"""How many checkpointed layers keep their activations in host memory instead: tried, timed, kept if it is faster."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.core.memory import GIB, Offloading, layers_to_offload
+from hf_speedkit.measure.host_memory import available_host_bytes
+from hf_speedkit.trainer.layer_marks import mark_layers
+from hf_speedkit.trainer.offload import CHUNK_BYTES, ActivationOffload, HostArena
+from hf_speedkit.trainer.recompute import RecomputeChoice
+from hf_speedkit.trainer.reduction import gather_over_ranks
+
+logger = logging.getLogger(__name__)
+
+NONE = "none"
+# `recompute` chooses in step 2 and looks at its choice in step 4. Steps 5 and 6 are timed, 7 runs with the first
+# copies, 8 and 9 are timed again.
+_SETTLED, _CHOOSE, _JUDGE = 4, 6, 9
+_TIMED = {5: "before", 6: "before", 8: "after", 9: "after"}
+# A gain below this is within what two steps differ by.
+_LEAST_GAIN = 0.005
+_PROBE_BYTES = 2**28
+
+
+class OffloadChoice(TrainerCallback):  # type: ignore[misc]
+    """Moves activations of some checkpointed layers to host memory and back, where that is faster than computing twice.
+
+    "auto" acts where layers are still checkpointed after `recompute` has filled the device: it times a forward pass and
+    a copy, takes as many layers as the copies have time for, and goes back if the step did not get faster.
+
+    Args:
+        layers: "auto" (where `recompute` measures), "none", or how many, which are neither timed nor taken back.
+        recompute: the choice of the layers that keep their activations on the device.
+        host_bytes: gives the memory of the host that this rank may pin.
+        timer: gives a device's timer, or None where it has none; "auto" does nothing there.
+    """
+
+    def __init__(
+        self,
+        layers: int | str,
+        recompute: RecomputeChoice,
+        *,
+        host_bytes: Callable[[], int] | None = None,
+        timer: Callable[[torch.device], DeviceTimer | None] | None = None,
+    ) -> None:
+        self.layers = int(layers) if str(layers).isdecimal() else layers
+        self._recompute = recompute
+        self._host_bytes = host_bytes or pinnable_bytes
+        self._timer_of = timer or device_timer
+        self._timer: DeviceTimer | None = None
+        self._offload: ActivationOffload | None = None
+        self._reset(active=False)
+
+    def _reset(self, *, active: bool) -> None:
+        self._active = active
+        self._step = 0
+        self._marks: list[Any] = []
+        self._forward: dict[str, Any] = {}
+        self._steps: dict[str, list[tuple[Any, Any]]] = {"before": [], "after": []}
+        self._begun: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """With a number and nothing to wait for, begin."""
+        # TRL's moves what every layer saves: two on one layer would copy everything twice.
+        wanted = self.layers not in (NONE, 0) and not getattr(args, "activation_offloading", False)
+        self._timer = self._timer_of(args.device)
+        self._reset(active=wanted and self._recompute.measures and self._timer is not None)
+        if not wanted or not isinstance(self.layers, int):
+            return
+        most = self._recompute.checkpointed
+        if self.layers > most:
+            raise ConfigurationError(
+                f"activation_offloading_layers={self.layers}, and {most} layers are checkpointed",
+                mend="activation_checkpointing=True, and activation_offloading_layers no more than those layers",
+            )
+        if not self._active:
+            arena = HostArena(pinned=args.device.type == "cuda", grows=True)
+            self._begin(Offloading(self.layers, layers_ahead=3), arena, args.device)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note when a timed step begins on the device."""
+        if self._active and self._timer is not None and self._step + 1 in _TIMED:
+            self._begun = self._timer.now()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Time, choose, judge. At the choice and at the judgement the host waits for the device, once in a run each."""
+        self._step += 1
+        timer = self._timer
+        if not self._active or timer is None:
+            return
+        if self._begun is not None:
+            self._steps[_TIMED[self._step]].append((self._begun, timer.now()))
+            self._begun = None
+        if self._step == _SETTLED:
+            self._active = self._recompute.checkpointed > 0
+            if self._active:
+                self._time_forward(timer)
+        elif self._step == _CHOOSE:
+            self._choose(timer, args.device)
+        elif self._step == _JUDGE:
+            self._judge(timer, args.device)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave the layers as they were found; `recompute` switches checkpointing on again itself."""
+        self._unmark()
+        if self._offload is not None:
+            self._offload.close()
+            self._offload = None
+
+    def _time_forward(self, timer: DeviceTimer) -> None:
+        """Note when the first layer's forward pass begins, and the last layer's backward pass."""
+        modules = self._recompute.modules
+
+        def note(name: str, wanted: int) -> Callable[[int], None]:
+            return lambda number: self._forward.update({name: timer.now()}) if number == wanted else None
+
+        self._marks = mark_layers(modules, forward=note("begin", 0), backward=note("end", len(modules) - 1))
+
+    def _unmark(self) -> None:
+        for handle in self._marks:
+            handle.remove()
+        self._marks = []
+
+    def _choose(self, timer: DeviceTimer, device: torch.device) -> None:
+        self._unmark()
+        arena = HostArena(pinned=device.type == "cuda")
+        wanted = self._wanted(arena, timer, device)
+        # All ranks alike: one that computes a layer twice keeps the others waiting.
+        rows = gather_over_ranks([wanted.layers, wanted.layers_ahead], device)
+        agreed = Offloading(int(min(row[0] for row in rows)), int(max(row[1] for row in rows)))
+        self._active = agreed.layers > 0
+        if self._active:
+            self._begin(agreed, arena, device)
+        else:
+            arena.release()
+
+    def _wanted(self, arena: HostArena, timer: DeviceTimer, device: torch.device) -> Offloading:
+        """What this rank could take; its memory is reserved."""
+        recompute = self._recompute
+        host, layer_bytes = self._host_bytes(), max(recompute.kept_bytes.values(), default=0)
+        if host < CHUNK_BYTES or self._forward.keys() != {"begin", "end"}:
+            return Offloading(0, 1)
+        forward_s = timer.seconds([(self._forward["begin"], self._forward["end"])])
+        try:
+            arena.reserve(CHUNK_BYTES)
+            rate = timer.copy_rate(arena.first(_PROBE_BYTES), device)
+            wanted = layers_to_offload(
+                recompute.checkpointed, of=recompute.total, layer_bytes=layer_bytes, forward_s=forward_s,
+                bytes_per_s=rate, host_bytes=host, spare_bytes=recompute.spare_bytes,
+            )  # fmt: skip
+            if isinstance(self.layers, int):
+                wanted = Offloading(min(self.layers, recompute.checkpointed), wanted.layers_ahead)
+            arena.reserve(wanted.layers * layer_bytes)
+        except RuntimeError as error:  # what CUDA raises where the host refuses to pin so much
+            logger.warning("no activations go to host memory: %s", str(error).partition("\n")[0])
+            return Offloading(0, 1)
+        logger.info(
+            "host memory has room and copies at %.0f GB/s have time, beside a forward pass of %.2f s, for the "
+            "activations of %d layers: %.1f GiB", rate / 1e9, forward_s, wanted.layers, arena.total_bytes / GIB,
+        )  # fmt: skip
+        return wanted
+
+    def _begin(self, chosen: Offloading, arena: HostArena, device: torch.device) -> None:
+        recompute = self._recompute
+        places = spread(chosen.layers, recompute.checkpointed)
+        recompute.offload(places)
+        self._offload = ActivationOffload(recompute.modules, places, arena, device, layers_ahead=chosen.layers_ahead)
+
+    def _judge(self, timer: DeviceTimer, device: torch.device) -> None:
+        self._active = False
+        mine = [timer.seconds(self._steps[name]) for name in ("before", "after")]
+        before, after = (max(times) for times in zip(*gather_over_ranks(mine, device), strict=True))
+        kept = isinstance(self.layers, int) or after < before * (1 - _LEAST_GAIN)
+        logger.info(
+            "activations of %d layers in host memory: %.3f s a step instead of %.3f s, %s",
+            len(self._recompute.offloaded), after, before, "kept" if kept else "so they are computed twice again",
+        )  # fmt: skip
+        if not kept and self._offload is not None:
+            self._offload.close()
+            self._offload = None
+            self._recompute.offload(())
+
+
+def spread(count: int, over: int) -> Sequence[int]:
+    """`count` of the places 0 to `over` - 1, evenly, so that copies have the time of the layers in between."""
+    return [number * over // count for number in range(count)]
+
+
+def pinnable_bytes() -> int:
+    """Memory of this host that this rank may pin: its share of half of what is free."""
+    return available_host_bytes() // 2 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+class DeviceTimer:
+    """Times work on a CUDA device: nothing is waited for before `seconds`."""
+
+    def now(self) -> Any:
+        """A mark in the stream."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds(self, spans: Sequence[tuple[Any, Any]]) -> float:
+        """The shortest of some spans between marks; the host waits for their ends."""
+        for _, end in spans:
+            end.synchronize()
+        return min((begin.elapsed_time(end) / 1000 for begin, end in spans), default=0.0)
+
+    def copy_rate(self, host: torch.Tensor, device: torch.device) -> float:
+        """Bytes a second of copies from the device to pinned memory."""
+        source = torch.empty(len(host), dtype=torch.uint8, device=device)
+        begin = self.now()
+        for _ in range(4):
+            host.copy_(source, non_blocking=True)
+        return 4 * len(host) / self.seconds([(begin, self.now())])
+
+
+def device_timer(device: torch.device) -> DeviceTimer | None:
+    """A timer of the device; None where it is no CUDA device."""
+    return DeviceTimer() if device.type == "cuda" else None
