@@ -53,7 +53,7 @@ def is_gated(module: Any) -> bool:
 def attention_forward(*, one_plus: bool, norm_and_rotate: Any = None, gated: Any = None) -> Any:
     """A forward (module, hidden_states, position_embeddings, ...) -> (output, attention weights or None).
 
-    With a cache, and where a norm's weight is not at hand (in shards), it is the layer's own.
+    With a cache, with positions in another form than [B, T, R] and with hooks on a norm, it is the layer's own.
 
     Args:
         one_plus: whether the layer's norms multiply by 1 + weight.
@@ -73,7 +73,7 @@ def attention_forward(*, one_plus: bool, norm_and_rotate: Any = None, gated: Any
         **kwargs: Any,
     ) -> Any:
         own = type(self).forward
-        if past_key_values is not None or not _weights_at_hand(self):
+        if past_key_values is not None or not _can_turn(position_embeddings) or norms_have_hooks(self):
             kwargs |= {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
             return own(self, hidden_states=hidden_states, past_key_values=past_key_values, **kwargs)
         shape = hidden_states.shape[:-1]
@@ -115,12 +115,16 @@ def _attention_of(module: Any, own: Any) -> Any:
     return names["ALL_ATTENTION_FUNCTIONS"].get_interface(implementation, names["eager_attention_forward"])
 
 
-def _weights_at_hand(module: Any) -> bool:
-    """Whether the norms' weights are whole: DeepSpeed and shards of their own gather them in the norm's own call."""
-    from torch.distributed.tensor import DTensor
+def _can_turn(tables: Any) -> bool:
+    """Whether positions come as cosine and sine [B, T, R]: the comparison makes its own and cannot see the model's."""
+    return isinstance(tables, tuple) and len(tables) == 2 and all(table.ndim == 3 for table in tables)
 
-    weights = [getattr(module, name).weight for name in _NORMS]
-    return all(weight.shape == (module.head_dim,) and not isinstance(weight, DTensor) for weight in weights)
+
+def norms_have_hooks(module: Any) -> bool:
+    """Whether anybody waits for a norm's own call: to look at it, or to gather its weight (FSDP2, DeepSpeed)."""
+    norms = [getattr(module, name) for name in _NORMS]
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return any(getattr(norm, name) for norm in norms for name in hooks)
 
 
 def _width(norm: Any) -> int | None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
-from hf_speedkit.kernels.fused_attention import QK_ROTARY
+from hf_speedkit.kernels.fused_attention import QK_ROTARY, norms_have_hooks
 from hf_speedkit.kernels.fused_forwards import (
     GATED_NORM,
     RMS_NORM,
@@ -159,7 +159,7 @@ def _groups(model: nn.Module, exclude: Sequence[str]) -> list[_Group]:
         # Something else put its own forward there (Liger, `kernels`, accelerate): leave it.
         if part is None or part in exclude or "forward" in module.__dict__:
             continue
-        if part == QK_ROTARY and any("forward" in norm.__dict__ for norm in (module.q_norm, module.k_norm)):
+        if part == QK_ROTARY and _norms_are_anothers(module):
             continue
         heads = _heads(name.rpartition(".")[2], part, parents.get(id(module)))
         shapes = tuple((key, tuple(value.shape), value.dtype) for key, value in module.named_parameters())
@@ -180,6 +180,11 @@ def _heads(name: str, part: str, parent: Any) -> int:
     else:
         heads = 1
     return heads if isinstance(heads, int) else 1
+
+
+def _norms_are_anothers(attention: Any) -> bool:
+    changed = any("forward" in norm.__dict__ for norm in (attention.q_norm, attention.k_norm))
+    return changed or norms_have_hooks(attention)
 
 
 def _switches(module: nn.Module) -> tuple[tuple[str, object], ...]:

@@ -143,7 +143,7 @@ class NormAndRotate(torch.autograd.Function):
     def forward(ctx: Any, queries: Tensor, keys: Tensor, q_weight: Tensor, k_weight: Tensor) -> Any:
         """Queries [B, T, H, D or 2 D], keys [B, T, H_kv, D], weights [D]."""
         head_dim = q_weight.shape[0]
-        factors = [x.new_empty(x.shape[:3], dtype=torch.float32) for x in (queries, keys)]
+        factors = [x.new_empty(x.shape[0] * x.shape[1], x.shape[2], dtype=torch.float32) for x in (queries, keys)]
         ctx.save_for_backward(queries, keys, q_weight, k_weight, *factors)
         gate = queries[..., head_dim:] if queries.shape[-1] > head_dim else None
         return queries.new_empty(*queries.shape[:3], head_dim), torch.empty_like(keys), gate

@@ -9,8 +9,10 @@ from kernel_models import COMMON, packed_row, random_documents, summed_loss, tin
 
 from hf_speedkit.kernels import output_gate, qk_rotary
 from hf_speedkit.kernels.attention import register
+from hf_speedkit.kernels.fused_attention import attention_forward
 from hf_speedkit.kernels.fused_layers import PARTS, fused_layer_checks, fused_layers
 from hf_speedkit.kernels.qk_rotary import HeadNorms, norm_and_rotate
+from hf_speedkit.kernels.saved_tensors import NormAndRotate, OutputGate
 
 EPS = 1e-6
 FLOATS, HALVES = torch.float32, torch.bfloat16
@@ -145,18 +147,44 @@ def test_with_a_cache_the_layers_own_forward_runs(family):
     assert cache.get_seq_length() == 6
 
 
-def test_norms_whose_weights_are_elsewhere_are_called_themselves():
-    """DeepSpeed's third stage holds a parameter without elements outside of its own layer's call."""
+def test_a_hook_that_comes_later_on_a_norm_is_called():
+    """To look at it, or to gather its weight, which DeepSpeed's third stage empties outside of the call."""
     model = small("Qwen3")
     loss, _ = loss_and_gradients(model)
-    norms = [norm for layer in model.model.layers for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm)]
+    seen = []
     with fused(model):
-        for norm in norms:
-            whole = norm.weight.data
-            norm.register_forward_pre_hook(lambda norm, _, whole=whole: setattr(norm.weight, "data", whole))
-            norm.weight.data = torch.empty(0)
-        inputs, labels = packed_row(random_documents([17, 1, 9]), slots=32)
-        torch.testing.assert_close(summed_loss(model, inputs, labels).detach(), loss)
+        for layer in model.model.layers:
+            layer.self_attn.k_norm.register_forward_pre_hook(lambda norm, _: seen.append(norm))
+        assert loss_and_gradients(model)[0] == loss
+    assert len(seen) == 2
+
+
+def test_positions_in_another_form_go_to_the_layers_own_forward(monkeypatch):
+    layer = small("Qwen3").model.layers[0].self_attn
+    tables = (torch.ones(1, 1, 5, 16), torch.zeros(1, 1, 5, 16))
+    called = []
+    monkeypatch.setattr(type(layer), "forward", lambda self, **kwargs: called.append(kwargs))
+    attention_forward(one_plus=False)(layer, torch.zeros(1, 5, 32), tables, position_ids=3)
+    assert called[0]["position_embeddings"] is tables
+    assert called[0]["position_ids"] == 3
+
+
+def test_the_memory_trace_saves_what_the_real_functions_save():
+    def saved(run):
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append((x.shape, x.dtype)) or x, lambda x: x):
+            run()
+        return sizes
+
+    leaves = [torch.ones(1, 5, 3, 8), torch.ones(1, 5, 1, 4), torch.ones(4), torch.ones(4)]
+    queries, keys, *weights = (leaf.requires_grad_() for leaf in leaves)
+    norms = HeadNorms(query_weight=weights[0], key_weight=weights[1], query_eps=EPS, key_eps=EPS, one_plus=True)
+    tables = torch.ones(1, 5, 2), torch.ones(1, 5, 2)
+    real = saved(lambda: norm_and_rotate(queries, keys, norms, *tables))
+    traced = saved(lambda: NormAndRotate.apply(queries, keys, *weights))
+    # The tables are one pair for all layers.
+    assert [entry for entry in real if entry[0] != (5, 2)] == traced
+    assert saved(lambda: output_gate.gated(queries, queries)) == saved(lambda: OutputGate.apply(queries, queries))
 
 
 def half_turned(queries, keys, norms, cos, sin):
@@ -232,10 +260,14 @@ def test_layers_that_do_something_else_stay_and_their_likes_are_fused(caplog):
     torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-5 * float(before.abs().max()))
 
 
-def test_a_norm_that_somebody_else_replaced_keeps_its_place():
+@pytest.mark.parametrize("how", ["forward", "hook"])
+def test_a_norm_that_somebody_else_has_changed_keeps_its_place(how):
     model = small("Qwen3")
     norm = model.model.layers[0].self_attn.k_norm
-    norm.forward = lambda x: type(norm).forward(norm, 2 * x)
+    if how == "hook":
+        norm.register_forward_hook(lambda norm, inputs, output: 2 * output)
+    else:
+        norm.forward = lambda x: type(norm).forward(norm, 2 * x)
     with fused(model):
         (check,) = fused_layer_checks(model)
     assert (check.layers, check.layers_total) == (1, 2)
