@@ -51,9 +51,10 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
             sdpa or eager with a [T, T] mask and the kernel can do what the model needs; "keep" leaves it alone.
         fused_layers: on a GPU, run norms, SwiGLU and the convolution on fused kernels from fla or Liger where those are
             installed and agree with the layer's own forward, in outputs and gradients; and give GatedDeltaNet layers
-            a forward that copies nothing for its kernel, where it agrees in the same way.
+            a forward that copies nothing for its kernel, and attention layers one that normalises and rotates their
+            heads in one kernel, where it agrees in the same way.
         fused_layers_exclude: names to leave alone: "convolution", "split_convolution", "rms_norm", "gated_norm",
-            "swiglu".
+            "swiglu", "qk_rotary".
         loss_head: "auto" computes the loss of packed rows from hidden states in one go, without host reads and without
             projecting twice, where the model's output layer is a plain one; "trl" leaves TRL's head in place.
         fused_optimizer: torch's fused AdamW (optim="adamw_torch_fused") runs as one kernel a tensor that also clips.
@@ -140,11 +141,14 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         },
     )
     fused_layers: bool = field(
-        default=True, metadata={"help": "Run small layers on fused kernels from fla or Liger where they are proven."}
+        default=True,
+        metadata={"help": "Run small layers on fused kernels (fla's, Liger's, ours) where they are proven."},
     )
     fused_layers_exclude: list[str] | None = field(
         default=None,
-        metadata={"help": "Layers to leave alone: convolution, split_convolution, rms_norm, gated_norm, swiglu."},
+        metadata={
+            "help": "Layers to leave alone: convolution, split_convolution, rms_norm, gated_norm, swiglu, qk_rotary."
+        },
     )
     loss_head: str = field(
         default="auto",
