@@ -80,7 +80,7 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     ("reduction", r"reduce_kernel|reduce_|triton_(red|per)_|cumsum|scan_|prefix_sum"),
     (
         "element-wise",
-        r"elementwise|triton_poi_|swiglu|silu|gelu|geglu|relu|sigmoid|rope|rotary|\badd_|mul_kernel|FillFunctor"
+        r"elementwise|triton_poi_|swiglu|silu|gelu|geglu|relu|sigmoid|rope|rotary|output_gate|\badd_|mul_kernel|FillFunctor"
         r"|foreach|pointwise|quantize|tanh|arange|triu_tril",
     ),
 )

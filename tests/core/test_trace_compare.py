@@ -175,6 +175,8 @@ def test_the_rank_with_most_work_of_its_own_is_the_slowest(tmp_path):
         ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16>", "norm"),
         ("liger_cross_entropy_kernel", "loss and softmax"),
         ("_swiglu_forward_kernel", "element-wise"),
+        ("_qk_rotary_backward_kernel", "element-wise"),
+        ("_output_gate_kernel", "element-wise"),
         ("triton_poi_fused_add_cos_sin_0", "element-wise"),
         ("triton_red_fused_mean_rsqrt_3", "norm"),
         ("void at::native::reduce_kernel<512, 1, ReduceOp<float>>", "reduction"),
