@@ -138,13 +138,19 @@ class Offloading:
 
     Args:
         layers: how many.
-        layers_ahead: so many layers are computed while one layer's activations are copied, at least one.
+        copy_layers: so many layers' forward passes take as long as one copy.
     """
 
     layers: int
-    layers_ahead: int
+    copy_layers: float
+
+    @property
+    def layers_ahead(self) -> int:
+        """So many layers before a backward pass the copy back begins; a backward pass takes longer than a forward."""
+        return max(1, math.ceil(self.copy_layers))
 
 
+NO_OFFLOADING = Offloading(0, 1.0)
 # Copies share the memory and the link with everything else: leave some of the time.
 _COPY_SHARE = 0.85
 
@@ -169,19 +175,23 @@ def layers_to_offload(
         forward_s: time of one forward pass of all layers.
         bytes_per_s: of a copy between device and host.
         host_bytes: what may be taken of the host.
-        spare_bytes: what is free on the device in the backward passes of the first layers; what is on its way lies
-            there.
+        spare_bytes: what is free on the device in the backward passes of the first layers; what comes back lies there.
     """
     if min(checkpointed, layer_bytes, forward_s, bytes_per_s) <= 0:
-        return Offloading(0, 1)
-    in_time = int(_COPY_SHARE * forward_s * bytes_per_s // layer_bytes)
-    count = max(0, min(checkpointed, in_time, host_bytes // layer_bytes))
-    ahead = math.ceil(layer_bytes / bytes_per_s / (forward_s / of))
-    while count and layer_bytes * _on_the_way(count, checkpointed, ahead) > spare_bytes:
+        return NO_OFFLOADING
+    copy_layers = layer_bytes / bytes_per_s / (forward_s / of)
+    count = max(0, min(checkpointed, int(_COPY_SHARE * of / copy_layers), host_bytes // layer_bytes))
+    ahead = Offloading(count, copy_layers).layers_ahead
+    # On the way at once: the layer whose backward pass runs, and those below it that are fetched.
+    while count and layer_bytes * (1 + math.ceil(ahead * count / checkpointed)) > spare_bytes:
         count -= 1
-    return Offloading(count, max(1, ahead))
+    return Offloading(count, copy_layers)
 
 
-def _on_the_way(count: int, checkpointed: int, ahead: int) -> int:
-    """How many layers' activations are copied or waited for at once, with `count` spread over `checkpointed`."""
-    return 1 + math.ceil(ahead * count / checkpointed)
+def copied_before(places: Sequence[int], copy_layers: float) -> list[int]:
+    """Before which layer's forward pass the copies of the layers at `places` are done, one after the other."""
+    done, found = 0.0, []
+    for place in places:
+        done = max(done, place + 1) + copy_layers
+        found.append(math.ceil(done))
+    return found

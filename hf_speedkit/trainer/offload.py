@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from hf_speedkit.core.memory import Offloading, copied_before
 from hf_speedkit.trainer.layer_marks import mark_layers
 
 SMALLEST_BYTES = 2**20
@@ -136,8 +137,8 @@ class ActivationOffload:
         chosen: numbers of those whose activations leave the device.
         arena: where they go, large enough.
         device: where the layers compute.
-        layers_ahead: how many layers' time one layer's copy takes, each way: it is let go of that many layers later,
-            and fetched that many layers before its backward pass.
+        copy_layers: how many layers' forward passes take as long as one layer's copy. Nothing is let go of before its
+            copy should be done, so that the device does not wait for it; copies back begin as many layers ahead.
     """
 
     def __init__(
@@ -147,10 +148,14 @@ class ActivationOffload:
         arena: HostArena,
         device: torch.device,
         *,
-        layers_ahead: int,
+        copy_layers: float,
     ) -> None:
         self.arena = arena
-        self._device, self._ahead = device, max(1, layers_ahead)
+        self._device = device
+        self._ahead = Offloading(len(chosen), copy_layers).layers_ahead
+        self._copied: dict[int, list[int]] = {}
+        for number, before in zip(chosen, copied_before(chosen, copy_layers), strict=True):
+            self._copied.setdefault(before, []).append(number)
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._buffers: dict[int, list[torch.Tensor | None]] = {number: [] for number in chosen}
         self._passes: dict[int, _Pass] = {}
@@ -238,15 +243,16 @@ class ActivationOffload:
         return _Held(whole, host)
 
     def _let_go(self, layer: int) -> None:
-        """Before the forward pass of a layer: what was saved some layers ago has been copied by now."""
-        one = self._passes.get(layer - self._ahead)
-        if one is None:
-            return
-        if one.out is not None:
-            # On the device, not the host: nothing may be written there before it was read.
-            torch.cuda.current_stream(self._device).wait_event(one.out)
-        for held in one.alive():
-            held.source = None
+        """Before the forward pass of a layer: let go of what should have been copied by now."""
+        for number in self._copied.get(layer, ()):
+            one = self._passes.get(number)
+            if one is None:
+                continue
+            if one.out is not None:
+                # On the device, not the host: nothing may be written there before it was read.
+                torch.cuda.current_stream(self._device).wait_event(one.out)
+            for held in one.alive():
+                held.source = None
 
     def _fetch(self, layer: int) -> None:
         """Before the backward pass of a layer: begin to copy back what a layer some way below needs."""

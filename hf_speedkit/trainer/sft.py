@@ -27,6 +27,7 @@ from hf_speedkit.trainer.attach import attach
 from hf_speedkit.trainer.before_loading import kernel_mode, require_kernels
 from hf_speedkit.trainer.checkpoints import SafeCheckpoints
 from hf_speedkit.trainer.config import settled_config
+from hf_speedkit.trainer.garbage import QuietGarbage
 from hf_speedkit.trainer.head_proof import check_trained, refuse_other_models
 from hf_speedkit.trainer.inputs import (
     check_dataset,
@@ -159,6 +160,7 @@ class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
         self.recompute = RecomputeChoice(args.activation_checkpointing_layers, packed=self.packing_active)
         self.add_callback(self.recompute)
         self.add_callback(OffloadChoice(args.activation_offloading_layers, self.recompute))
+        self.add_callback(QuietGarbage(self.until_trained))
         self.trace = TraceCallback(args.trace_steps) if args.trace_steps else None
         attach(self, *(callback for callback in (self.startup, self.throughput, self.trace) if callback is not None))
 

@@ -27,7 +27,7 @@ def test_two_gpus_stop_together_go_on_and_export(tmp_path):
         assert said["resumed_at"] == [[14, 14]]
         ((difference, steps),) = said["loss_difference"]
         assert steps == 24
-        # bf16 weights, deterministic kernels; facts: a resume on as many ranks is bit-equal.
+        # bf16 weights, deterministic kernels: a resume on as many ranks should be bit-equal.
         assert difference <= 1e-4
     export_checkpoint(tmp_path / "run" / "checkpoint-24", tmp_path / "exported")
     states = [AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("final", "exported")]
