@@ -63,9 +63,9 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
             starts with all of them, measures the first two steps and leaves as many alone as memory allows (packed
             rows on a GPU; all of them elsewhere), "all", or a number.
         activation_offloading_layers: how many of the checkpointed layers keep their activations in host memory
-            instead of computing them twice. "auto" tries as many as copies have time for beside the computation, where
-            layers are still checkpointed on a GPU, and goes back if a step did not get faster; "none", or a number.
-            TRL's `activation_offloading`, which moves what every layer saves, leaves this out.
+            instead of computing them twice: "none", a number, or "auto", which tries as many as copies have time for
+            beside the computation, where layers are still checkpointed on a GPU, and goes back if a step did not get
+            faster. TRL's `activation_offloading`, which moves what every layer saves, leaves this out.
         memory_check: before a model given by its name is loaded, plan the memory of a step from its configuration and
             these settings: "strict" refuses what cannot fit and names what would, "warn" says so, "off" plans nothing.
         isolation_check: prove before step 1 that packed documents do not see one another.
@@ -159,8 +159,8 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         default="auto", metadata={"help": "Layers to checkpoint: auto (as few as memory asks for), all, or a number."}
     )
     activation_offloading_layers: str = field(
-        default="auto",
-        metadata={"help": "Checkpointed layers whose activations go to host memory instead: auto, none, or a number."},
+        default="none",
+        metadata={"help": "Checkpointed layers whose activations go to host memory instead: none, auto, or a number."},
     )
     memory_check: str = field(
         default="strict",

@@ -84,7 +84,7 @@ def check_choices(config: Any) -> None:
 
     for name, words in (
         ("activation_checkpointing_layers", ("auto", "all")),
-        ("activation_offloading_layers", ("auto", "none")),
+        ("activation_offloading_layers", ("none", "auto")),
     ):
         layers = str(getattr(config, name))
         if layers not in words and not layers.isdecimal():

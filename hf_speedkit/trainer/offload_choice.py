@@ -21,13 +21,14 @@ from hf_speedkit.trainer.reduction import gather_over_ranks
 logger = logging.getLogger(__name__)
 
 NONE = "none"
-# `recompute` chooses in step 2 and looks at its choice in step 4. Steps 5 and 6 are timed, 7 runs with the first
-# copies, 8 and 9 are timed again.
+# `recompute` chooses in step 2 and looks at its choice in step 4. Copies are tried beside step 5; 5 and 6 are timed; 7
+# runs with the first activations on the host; 8 and 9 are timed again.
 _SETTLED, _CHOOSE, _JUDGE = 4, 6, 9
 _TIMED = {5: "before", 6: "before", 8: "after", 9: "after"}
 # A gain below this is within what two steps differ by.
 _LEAST_GAIN = 0.005
-_PROBE_BYTES = 2**28
+# 8 GiB, a fifth of what a forward pass of a 27B has time for. A copy alone is no measure: beside products it is slower.
+_PROBE_BYTES, _PROBES = 2**28, 32
 # Of a 27B over PCIe 5 to an H200: 36 ms a copy, 13 ms a forward pass. For a number of layers that is not timed.
 _USUAL_COPY_LAYERS = 3.0
 
@@ -36,7 +37,8 @@ class OffloadChoice(TrainerCallback):  # type: ignore[misc]
     """Moves activations of some checkpointed layers to host memory and back, where that is faster than computing twice.
 
     "auto" acts where layers are still checkpointed after `recompute` has filled the device: it times a forward pass and
-    a copy, takes as many layers as the copies have time for, and goes back if the step did not get faster.
+    copies beside it, takes as many layers as there is time for, and goes back if the step did not get faster. Pinning
+    the memory takes about 0.6 s a GiB, once.
 
     Args:
         layers: "auto" (where `recompute` measures), "none", or how many, which are neither timed nor taken back.
@@ -58,6 +60,7 @@ class OffloadChoice(TrainerCallback):  # type: ignore[misc]
         self._host_bytes = host_bytes or pinnable_bytes
         self._timer_of = timer or device_timer
         self._timer: DeviceTimer | None = None
+        self._arena = HostArena(pinned=False)
         self._offload: ActivationOffload | None = None
         self._reset(active=False)
 
@@ -104,7 +107,7 @@ class OffloadChoice(TrainerCallback):  # type: ignore[misc]
         if self._step == _SETTLED:
             self._active = self._recompute.checkpointed > 0
             if self._active:
-                self._time_forward(timer)
+                self._time_forward(timer, args.device)
         elif self._step == _CHOOSE:
             self._choose(timer, args.device)
         elif self._step == _JUDGE:
@@ -117,14 +120,34 @@ class OffloadChoice(TrainerCallback):  # type: ignore[misc]
             self._offload.close()
             self._offload = None
 
-    def _time_forward(self, timer: DeviceTimer) -> None:
-        """Note when the first layer's forward pass begins, and the last layer's backward pass."""
+    def _time_forward(self, timer: DeviceTimer, device: torch.device) -> None:
+        """Note when a forward pass begins and when its backward pass does, and copy beside the first one."""
         modules = self._recompute.modules
+        self._arena = HostArena(pinned=device.type == "cuda")
+        self._reserve(CHUNK_BYTES)
 
-        def note(name: str, wanted: int) -> Callable[[int], None]:
-            return lambda number: self._forward.update({name: timer.now()}) if number == wanted else None
+        def begins(number: int) -> None:
+            if number == 0:
+                self._forward["begin"] = timer.now()
+                if "copies" not in self._forward and self._arena.total_bytes:
+                    self._forward["copies"] = timer.copies(self._arena.first(_PROBE_BYTES), device)
 
-        self._marks = mark_layers(modules, forward=note("begin", 0), backward=note("end", len(modules) - 1))
+        def ends(number: int) -> None:
+            if number == len(modules) - 1:
+                self._forward["end"] = timer.now()
+
+        self._marks = mark_layers(modules, forward=begins, backward=ends)
+
+    def _reserve(self, size: int) -> bool:
+        """Pin so much of the host's memory, if it is there."""
+        if size > self._host_bytes() + self._arena.total_bytes:
+            return False
+        try:
+            self._arena.reserve(size)
+        except RuntimeError as error:  # what CUDA raises where the host refuses
+            logger.warning("no activations go to host memory: %s", str(error).partition("\n")[0])
+            return False
+        return True
 
     def _unmark(self) -> None:
         for handle in self._marks:
@@ -133,42 +156,36 @@ class OffloadChoice(TrainerCallback):  # type: ignore[misc]
 
     def _choose(self, timer: DeviceTimer, device: torch.device) -> None:
         self._unmark()
-        arena = HostArena(pinned=device.type == "cuda")
-        wanted = self._wanted(arena, timer, device)
+        wanted = self._wanted(timer)
         # All ranks alike: one that computes a layer twice keeps the others waiting.
         rows = gather_over_ranks([wanted.layers, wanted.copy_layers], device)
         agreed = Offloading(int(min(row[0] for row in rows)), max(row[1] for row in rows))
         self._active = agreed.layers > 0
         if self._active:
-            self._begin(agreed, arena, device)
+            self._begin(agreed, self._arena, device)
         else:
-            arena.release()
+            self._arena.release()
 
-    def _wanted(self, arena: HostArena, timer: DeviceTimer, device: torch.device) -> Offloading:
+    def _wanted(self, timer: DeviceTimer) -> Offloading:
         """What this rank could take; its memory is reserved."""
         recompute = self._recompute
-        host, layer_bytes = self._host_bytes(), max(recompute.kept_bytes.values(), default=0)
-        if host < CHUNK_BYTES or self._forward.keys() != {"begin", "end"}:
+        if not {"begin", "copies", "end"} <= self._forward.keys():
             return NO_OFFLOADING
         forward_s = timer.seconds([(self._forward["begin"], self._forward["end"])])
-        try:
-            arena.reserve(CHUNK_BYTES)
-            rate = timer.copy_rate(arena.first(_PROBE_BYTES), device)
-            wanted = layers_to_offload(
-                recompute.checkpointed, of=recompute.total, layer_bytes=layer_bytes, forward_s=forward_s,
-                bytes_per_s=rate, host_bytes=host, spare_bytes=recompute.spare_bytes,
-            )  # fmt: skip
-            if isinstance(self.layers, int):
-                wanted = Offloading(min(self.layers, recompute.checkpointed), wanted.copy_layers)
-            arena.reserve(wanted.layers * layer_bytes)
-        except RuntimeError as error:  # what CUDA raises where the host refuses to pin so much
-            logger.warning("no activations go to host memory: %s", str(error).partition("\n")[0])
-            return NO_OFFLOADING
-        logger.info(
-            "host memory has room and copies at %.0f GB/s have time, beside a forward pass of %.2f s, for the "
-            "activations of %d layers: %.1f GiB", rate / 1e9, forward_s, wanted.layers, arena.total_bytes / GIB,
+        rate = _PROBES * _PROBE_BYTES / timer.seconds([self._forward["copies"]])
+        layer_bytes = max(recompute.kept_bytes.values())
+        wanted = layers_to_offload(
+            recompute.checkpointed, of=recompute.total, layer_bytes=layer_bytes, forward_s=forward_s,
+            bytes_per_s=rate, host_bytes=self._host_bytes(), spare_bytes=recompute.spare_bytes,
         )  # fmt: skip
-        return wanted
+        if isinstance(self.layers, int):
+            wanted = Offloading(min(self.layers, recompute.checkpointed), wanted.copy_layers)
+        logger.info(
+            "copies beside the computation run at %.0f GB/s: a forward pass of %.2f s has time, and the host room, for "
+            "the activations of %d layers, %.1f GiB", rate / 1e9, forward_s, wanted.layers,
+            wanted.layers * layer_bytes / GIB,
+        )  # fmt: skip
+        return wanted if self._reserve(wanted.layers * layer_bytes) else NO_OFFLOADING
 
     def _begin(self, chosen: Offloading, arena: HostArena, device: torch.device) -> None:
         recompute = self._recompute
@@ -216,13 +233,17 @@ class DeviceTimer:
             end.synchronize()
         return min((begin.elapsed_time(end) / 1000 for begin, end in spans), default=0.0)
 
-    def copy_rate(self, host: torch.Tensor, device: torch.device) -> float:
-        """Bytes a second of copies from the device to pinned memory."""
+    def copies(self, host: torch.Tensor, device: torch.device) -> tuple[Any, Any]:
+        """Copy the device's bytes into pinned memory beside what the training stream does: two marks around it."""
         source = torch.empty(len(host), dtype=torch.uint8, device=device)
-        begin = self.now()
-        for _ in range(4):
-            host.copy_(source, non_blocking=True)
-        return 4 * len(host) / self.seconds([(begin, self.now())])
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            begin = self.now()
+            for _ in range(_PROBES):
+                host.copy_(source, non_blocking=True)
+            source.record_stream(stream)
+            return begin, self.now()
 
 
 def device_timer(device: torch.device) -> DeviceTimer | None:

@@ -62,10 +62,16 @@ def test_the_plan_is_within_ten_percent_of_the_measured_peak(file, fused, traced
     assert 0 < outside <= context_gib(run["world_size"])
 
 
-def test_the_plan_of_the_whole_27b_is_within_ten_percent_where_some_layers_keep_their_activations(traced):
-    file = "ladder/27b-64_speedkit_rep1.json"
+@pytest.mark.parametrize(
+    ("file", "floors"),
+    [
+        ("steps/2026-11-29_2xh200_27b-64_speedkit.json", "2026-11-29_2xh200_27b_floors.json"),
+        ("ladder/27b-64_speedkit_rep1.json", "2026-11-30_2xh200_27b_floors.json"),
+    ],
+)
+def test_the_plan_of_the_whole_27b_is_within_ten_percent_where_some_layers_keep_their_activations(traced, file, floors):
     run = json.loads((RESULTS / file).read_text())
-    floors = json.loads((RESULTS / "2026-11-29_2xh200_27b_floors.json").read_text())
+    floors = json.loads((RESULTS / floors).read_text())
     eight = traced(8, True)
     model = replace(eight, layers=eight.layers * 8)
     assert model.parameters == run["parameters"]

@@ -159,7 +159,7 @@ def test_a_number_of_layers_changes_no_weight_and_is_undone(tmp_path, small, lay
 
 
 def test_settings_that_cannot_be_are_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="auto, none, or a number"):
+    with pytest.raises(ConfigurationError, match="none, auto, or a number"):
         trainer_for(tmp_path, activation_offloading_layers="many")
     trainer = trainer_for(tmp_path, activation_checkpointing=True, activation_offloading_layers=5)
     with pytest.raises(ConfigurationError, match="4 layers are checkpointed"):
@@ -174,7 +174,7 @@ def test_trls_own_offloading_leaves_ours_out(tmp_path):
 
 
 class FakeTimer:
-    """A step takes a second until layers are offloaded, `after` seconds then; 26 bytes are copied a second."""
+    """A step takes a second until layers are offloaded, `after` seconds then; copies have time for two layers."""
 
     def __init__(self, recompute, after):
         self.recompute, self.after = recompute, after
@@ -185,26 +185,27 @@ class FakeTimer:
     def seconds(self, spans):
         return min(end for _, end in spans)
 
-    def copy_rate(self, host, device):
-        return 26.0
+    def copies(self, host, device):
+        assert len(host) == 2**28
+        return 0.0, 2**33 / 26
 
 
 @pytest.mark.parametrize(
     ("layers", "after", "host", "peaks", "kept"),
     [
-        ("auto", 0.9, 2 * GIB, (85, 40), 2),  # of two that are checkpointed; copies have time for 0.85 * 26 bytes
+        ("auto", 0.9, 2 * GIB, (85, 40), 2),  # of two that are checkpointed: 0.85 of a second at 26 bytes a second
         ("auto", 0.999, 2 * GIB, (85, 40), 0),
         ("auto", 0.9, GIB - 1, (85, 40), 0),
         ("auto", 0.9, 2 * GIB, (40, 40), 0),  # nothing is checkpointed any more
         ("auto", 0.9, 2 * GIB, (85, 80), 0),  # no room for what is on its way
         ("none", 0.9, 2 * GIB, (85, 40), 0),
+        (None, 0.9, 2 * GIB, (85, 40), 0),  # what it is by itself
         (1, 1.5, 2 * GIB, (85, 40), 1),
     ],
 )
 def test_auto_tries_times_and_keeps_what_is_faster(tmp_path, caplog, layers, after, host, peaks, kept):
-    trainer = trainer_for(
-        tmp_path, activation_checkpointing=True, activation_offloading_layers=layers, max_steps=12, num_train_epochs=20
-    )
+    asked = {} if layers is None else {"activation_offloading_layers": layers}
+    trainer = trainer_for(tmp_path, activation_checkpointing=True, max_steps=12, num_train_epochs=20, **asked)
     memory, forward = FakeMemory(trainer, kept=10, peak=peaks[1], fits=4), iter([0, peaks[0]])
     memory.peak_allocated = lambda: next(forward, peaks[1])
     trainer.recompute._memory_of = lambda device: memory
