@@ -1,13 +1,14 @@
 """Bytes of GPU memory a training step needs, in closed form: the highest of its phases, with what stands where.
 
-A step has four places where memory can be highest: the backward of the loss head (all checkpoints are there and so is
-the head's fp32 gradient), the backward of a layer (recomputed tensors, its gathered weights, the gradients so far), the
-gradient of the embedding, and the optimizer step. Which of them it is depends on the number of GPUs: on two it is the
-first layer's backward, on 64 it is the head. What a layer keeps and needs comes from `kernels/memory_trace.py`.
+A step has four places where memory can be highest: the loss head, forward or backward (all checkpoints are there and so
+is the head's fp32 gradient), the backward of a layer (recomputed tensors, its gathered weights, the gradients so far),
+the gradient of the embedding, and the optimizer step. Which of them it is depends on the number of GPUs: on two it is
+the first layer's backward, on 64 it is the head. What a layer keeps and needs comes from `kernels/memory_trace.py`.
 
 The order of gathers and reductions is that of torch 2.11-2.13 `fully_shard` (_fsdp_param_group.py) with accelerate
 1.15's groups (fsdp_utils.py:846-885): one a layer, the embedding, and [final norm, head], which is not resharded
-between forward and backward. In the backward of a layer there are its own weights, those of the next one (prefetched;
+between forward and backward. While the head runs forward, what was gathered last is there twice: as weights, and as the
+flat result of its all-gather. In the backward of a layer there are its own weights, those of the next one (prefetched;
 the embedding is gathered again behind the first layer although its backward needs no weight), and the input of the
 previous group's reduce-scatter, which is freed one group later.
 """
@@ -76,16 +77,20 @@ def _phases(model: ModelMemory, setting: MemorySetting, job: MemoryJob) -> Itera
     always = {"weights": state.weights, "moments": state.moments, "workspaces": _WORKSPACES}
     count = len(model.layers)
     kept = state.kept_before
-    yield (
-        "loss head",
-        {
-            **always,
-            "gradients": state.gradients_before(count),
-            "gathered": state.gathered_at_head,
-            "activations": kept[count],
-            "loss head": max(_head_forward(model, setting, job), _head_backward(model, setting, job)),
-        },
-    )
+    for gathered, head in (
+        (state.gathered_at_head + state.gathered_last, _head_forward(model, setting, job)),
+        (state.gathered_at_head, _head_backward(model, setting, job)),
+    ):
+        yield (
+            "loss head",
+            {
+                **always,
+                "gradients": state.gradients_before(count),
+                "gathered": gathered,
+                "activations": kept[count],
+                "loss head": head,
+            },
+        )
     if any(layer.cast for layer in model.layers):
         yield (
             "end of forward",
@@ -193,12 +198,28 @@ class _State:
 
     @property
     def gathered_at_head(self) -> float:
-        """Gathered weights while the head runs backward."""
+        """Gathered weights while the head runs, forward and backward."""
         if self.shards == 1:
             return 0.0
         model = self._model
         tail = (model.tail + (model.embedding if model.tied else 0)) * BF16_BYTES
         return tail + (0 if self._job.reshard else sum(self._weights_of(i) for i in range(len(model.layers))))
+
+    @property
+    def gathered_last(self) -> float:
+        """The flat result of the forward's last all-gather, kept beside the weights copied out of it.
+
+        torch frees it after the next group's copy-out (_fsdp_param_group.py:429-432, :483 in 2.13) and, behind the last
+        group, when the whole model's forward ends (_fsdp_state.py:335-342): the head's forward runs with it, its
+        backward does not. A memory snapshot on two H200 showed it, 2.4 GiB of the 27B's head. The last group is that of
+        final norm and head. Tied, it was gathered for the embedding; under adapters accelerate finds no final norm, and
+        the head is gathered outside a forward (trainer/communication.py), where nothing is kept: the last layer's.
+        """
+        if self.shards == 1:
+            return 0.0
+        if self._model.tied or self._setting.adapters:
+            return self._weights_of(len(self._model.layers) - 1)
+        return self._model.tail * BF16_BYTES
 
     @property
     def embedding_gradient(self) -> float:

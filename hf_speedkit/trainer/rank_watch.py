@@ -92,7 +92,10 @@ class RankWatch(TrainerCallback):  # type: ignore[misc]
             yield
             self._doing = LEFT
         except BaseException as error:
-            self._failed(error)
+            if isinstance(error, SystemExit) and not error.code and self._part() == FINISHING:
+                self._doing = LEFT  # as `hf-speedkit bench` does: a rank 0 that still writes is not to be ended
+            else:
+                self._failed(error)
             raise
         finally:
             self._stop.set()

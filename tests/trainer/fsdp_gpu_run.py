@@ -118,8 +118,8 @@ def head(path, rank, sharded=True):
     """The gradient of a head that accelerate shards alone, or of the same rows on one GPU that shards nothing."""
     gradients = Gradients((1,))
     make(
-        path / "head", model=lone_head(tiny_llama()), max_steps=1, callbacks=[gradients], fused_optimizer=False,
-        sharded=sharded, gradient_accumulation_steps=1 if sharded else 2,
+        path / ("head" if sharded else "whole"), model=lone_head(tiny_llama()), max_steps=1, callbacks=[gradients],
+        fused_optimizer=False, sharded=sharded, gradient_accumulation_steps=1 if sharded else 2,
     ).train()  # fmt: skip
     if rank == 0:
         torch.save({name: g.cpu() for name, g in gradients.kept[1].items()}, path / f"head{sharded}.pt")

@@ -65,6 +65,29 @@ class Forwards(TrainerCallback):
         self.count += 1
 
 
+class FlatResults(TrainerCallback):
+    """Numbers in the flat all-gather result that torch holds when the head runs, and behind the model's forward."""
+
+    def __init__(self):
+        self.held = []
+
+    def on_step_begin(self, args, state, control, model=None, **_):
+        norm = model.model.norm
+        self.handles = [part.register_forward_hook(lambda *_: self.look(model)) for part in (norm, model)]
+
+    def on_step_end(self, *_, **__):
+        for handle in self.handles:
+            handle.remove()
+
+    def look(self, model):
+        state = model._get_fsdp_state()._comm_ctx.all_gather_state
+        self.held.append(0 if state is None else state.all_gather_result.all_gather_output.numel())
+
+
+def numbers(*modules):
+    return sum(p.numel() for module in modules for p in module.parameters())
+
+
 def losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -205,17 +228,21 @@ def scenarios(path, rank):
     yield "quiet", rules(whole)
     yield "groups", [group.name for group in shard_groups(whole.model)]
 
-    alone, kept = trained(path / "alone", (1,), model=lone_head(), max_steps=1, **proven)
+    flat = FlatResults()
+    alone, kept = trained(path / "alone", (1,), model=lone_head(), max_steps=1, callbacks=[flat], **proven)
     if rank == 0:
         torch.save(kept, path / "alone.pt")
     yield "alone groups", [group.name for group in shard_groups(alone.model)]
+    yield "alone flat", [flat.held, numbers(alone.model.model.layers[-1])]
 
     yield "embedding", gathers_of_the_embedding(path / "embedding", **sharded)
     ahead, _ = trained(path / "kept", accumulation=2, max_steps=2, fsdp_prefetch_layers=2, **sharded)
     yield "kept", rules(ahead)
     yield "kept losses", losses(ahead)
-    dawdling, _ = trained(path / "masked", callbacks=[SlowRank()], data=half_masked(), max_steps=6, **sharded)
+    flat = FlatResults()
+    dawdling, _ = trained(path / "masked", callbacks=[SlowRank(), flat], data=half_masked(), max_steps=6, **sharded)
     yield "masked", losses(dawdling)
+    yield "flat", [flat.held, numbers(dawdling.model.model.norm, dawdling.model.lm_head)]
     forwards = Forwards()
     trained(path / "forwards", callbacks=[forwards], activation_checkpointing=True, max_steps=1, **sharded)
     yield "forwards", forwards.count

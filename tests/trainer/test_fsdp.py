@@ -100,6 +100,14 @@ def test_the_embedding_is_gathered_once_a_step(ranks):
 
 
 @two
+def test_what_was_gathered_last_is_held_twice_while_the_head_runs_forward_as_the_memory_plan_counts(ranks):
+    for name in ("flat", "alone flat"):  # norm and head; where the head is gathered apart, the last layer
+        (*_, at_head, behind_forward), last_gathered = ranks[0][name]
+        assert at_head == last_gathered > 0
+        assert behind_forward == 0
+
+
+@two
 def test_v37_accumulated_gradients_are_named_with_bytes_and_setting_and_train_the_same(ranks, tmp_path):
     assert ranks[0]["kept"].keys() == {"kept_gradients"}
     assert "while 2 micro-batches accumulate" in ranks[0]["kept"]["kept_gradients"]

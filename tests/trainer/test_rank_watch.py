@@ -113,6 +113,21 @@ def test_a_second_training_is_watched_like_the_first(monkeypatch):
         assert watch._beat_of(0).doing == "has left training"
 
 
+@pytest.mark.parametrize(("code", "finished", "failed"), [(0, True, False), (0, False, True), (1, True, True)])
+def test_a_process_that_exits_well_after_its_last_step_has_left_and_did_not_fail(monkeypatch, code, finished, failed):
+    monkeypatch.setattr("atexit.register", lambda *_, **__: None)  # this process is not to end soon
+    watch = RankWatch(600)
+    watch._store, watch._ranks = dist.HashStore(), 2
+    monkeypatch.setattr(watch, "_connect", lambda: True)
+    control = TrainerControl()
+    with pytest.raises(SystemExit), watch.running():
+        watch.on_step_end(None, state_at(5), control)
+        control.should_training_stop = finished
+        raise SystemExit(code)
+    assert watch._store.check(["failed"]) is failed
+    assert (watch._doing == "has left training") is not failed
+
+
 def test_a_rank_that_was_told_alone_to_stop_is_named_as_such_and_the_run_ends(watch_of, capsys):
     watches = [watch_of(rank) for rank in range(3)]
     for watch in watches[:2]:
