@@ -73,6 +73,7 @@ ONE_OFF = (
 
 CHOICES = (
     _with("no checkpointing", activation_checkpointing=False),
+    _with("products kept", activation_checkpointing_layers="all", activation_checkpointing_keep="products"),
     Rung(name="trl, no checkpointing", way="trl", settings={"activation_checkpointing": False}),
     Rung(
         name="trl, selective checkpointing",

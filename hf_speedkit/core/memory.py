@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 GIB = 2**30
@@ -103,32 +103,64 @@ class StepPeaks:
     backward: Sequence[int]
 
 
-def layers_that_fit(kept: Sequence[int], peaks: StepPeaks, *, already: Collection[int], room: int) -> int:
-    """How many layers, the last ones, can keep their activations in `room` bytes.
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What layers keep between their forward and their backward pass, the last layers first.
+
+    Args:
+        alone: how many are not checkpointed and keep everything.
+        products: of how many of those before them the outputs of matrix products are kept.
+    """
+
+    alone: int
+    products: int = 0
+
+
+def layers_that_fit(
+    kept: Sequence[int], peaks: StepPeaks, *, already: Collection[int], room: int, products: Sequence[int] = ()
+) -> Kept:
+    """How much layers can keep in `room` bytes.
 
     What a layer keeps is there from its forward pass to its own backward pass, and the last layers' goes first: where
-    memory is highest at the end of the backward pass, as with whole gradients on few GPUs, it is gone by then.
+    memory is highest at the end of the backward pass, as with whole gradients on few GPUs, it is gone by then. Products
+    save more time a byte than what else a layer keeps, so layers are left alone only where all products fit.
 
     Args:
         kept: bytes that each layer keeps if it is not checkpointed, first layer first.
         peaks: of a step.
-        already: the layers that kept their activations in that step.
+        already: the layers that kept everything in that step.
         room: bytes that tensors may take.
+        products: bytes of each layer's products; () keeps none.
     """
     count = len(kept)
-    while count and _most_bytes(kept, peaks, already, range(len(kept) - count, len(kept))) > room:
-        count -= 1
-    return count
+
+    def fits(alone: int, some: int) -> bool:
+        first, wanted = count - alone, [0] * count
+        wanted[first:] = kept[first:]
+        wanted[first - some : first] = products[first - some : first] if some else []
+        return _most_bytes(wanted, kept, peaks, already) <= room
+
+    def most(fit: Callable[[int], bool], at_most: int) -> int:
+        return next((number for number in range(at_most, 0, -1) if fit(number)), 0)
+
+    alone = most(lambda number: fits(number, 0), count)
+    if alone == count or not any(products):
+        return Kept(alone)
+    some = most(lambda number: fits(0, number), count)
+    if some < count:
+        return Kept(0, some)
+    alone = most(lambda number: fits(number, count - number), count)
+    return Kept(alone, count - alone)
 
 
-def _most_bytes(kept: Sequence[int], peaks: StepPeaks, already: Collection[int], alone: Collection[int]) -> int:
-    """The peak of the step in which `alone` keep their activations, from one in which `already` did."""
+def _most_bytes(wanted: Sequence[int], kept: Sequence[int], peaks: StepPeaks, already: Collection[int]) -> int:
+    """The peak of a step in which layers keep `wanted`, from one in which those of `already` kept all they `kept`."""
     highest = more = 0
-    for number, (size, peak) in enumerate(zip(kept, peaks.backward, strict=True)):
-        more += size * ((number in alone) - (number in already))
+    for number, (want, peak) in enumerate(zip(wanted, peaks.backward, strict=True)):
+        had = kept[number] if number in already else 0
+        more += want - had
         # A checkpointed layer makes what it would have kept again in its own backward pass.
-        again = size * ((number in already) - (number in alone))
-        highest = max(highest, peak + more + again)
+        highest = max(highest, peak + more + had - want)
     return max(highest, peaks.forward + more)
 
 

@@ -7,7 +7,7 @@
   positions, preparation, raw_rows
 - before step 1: module_mode, startup, preflight, prepared, packed_layers, communication, gradient_memory, head_proof
 - in the step: loss, loss_head, updates, first_step, nonfinite, expert_balance, garbage, recompute, peak_watch,
-  layer_marks, offload, offload_choice
+  layer_marks, kept_products, offload, offload_choice
 - what is measured: micro_batches, observation, counted_steps, traced_steps, trace_marks, job_ledger, reduction,
   mfu_inputs, window_report, sinks, progress, summary
 - checkpoints: checkpoints, checkpoint_folder, checkpoint_files, saved_totals, resume, resume_data, sharded_weights,

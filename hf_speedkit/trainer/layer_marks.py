@@ -36,7 +36,7 @@ def mark_layers(
 
 def _before(number: int, call: Callable[[int], None]) -> Any:
     def entered(*_: Any) -> None:
-        if not _recomputes():
+        if not recomputes():
             call(number)
 
     return entered
@@ -45,13 +45,13 @@ def _before(number: int, call: Callable[[int], None]) -> Any:
 def _after(number: int, call: Callable[[int], None]) -> Any:
     def left(_: Any, __: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
-        if hidden.requires_grad and not _recomputes():
+        if hidden.requires_grad and not recomputes():
             # The gradient of the layer's output arrives right before the layer's backward pass.
             hidden.register_hook(lambda _: call(number))
 
     return left
 
 
-def _recomputes() -> bool:
+def recomputes() -> bool:
     """Whether this runs inside a backward pass; that is how torch.utils.checkpoint tells it."""
     return torch._C._current_graph_task_id() != -1

@@ -14,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_speedkit.core.devices import peak_tflops, tensor_clock_mhz
 from hf_speedkit.core.flops import LAYER_PARTS, REENTRANT_PARTS, ModelFlops, Part, model_flops
 from hf_speedkit.core.records import TokenCounts
+from hf_speedkit.trainer.kept_products import kept_flops_per_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +93,9 @@ class RecomputedFlops:
         if self._of_layers is None or self._recomputed is None or head is None:
             return None
         layers = self._of_layers.recomputed(counts, self._recomputed)
-        return None if layers is None else layers + head
+        if layers is None or counts.real is None:
+            return None
+        return layers + head - counts.real * sum(map(kept_flops_per_token, self._layers))
 
     def _look(self, checkpointed: tuple[bool, ...]) -> None:
         indices = [index for index, on in enumerate(checkpointed) if on]

@@ -20,8 +20,9 @@ from transformers import TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_speedkit.core.errors import ConfigurationError
-from hf_speedkit.core.memory import GIB, layers_that_fit, room_for_tensors
+from hf_speedkit.core.memory import GIB, Kept, layers_that_fit, room_for_tensors
 from hf_speedkit.measure.device_memory import DeviceMemory, device_memory
+from hf_speedkit.trainer.kept_products import KeptProducts
 from hf_speedkit.trainer.peak_watch import PeakWatch
 from hf_speedkit.trainer.reduction import gather_over_ranks
 
@@ -38,6 +39,7 @@ class _Layer:
 
     module: torch.nn.Module
     on: bool = True
+    products: KeptProducts | None = None
 
     @property
     def kind(self) -> tuple[str, ...]:
@@ -81,6 +83,7 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
         layers: "auto" (on a GPU, with packing), "all", or how many, counted from the first layer. The last layers are
             the ones left alone: the backward pass frees theirs first.
         packed: rows have one shape, so that what was measured stays true.
+        products: layers that stay checkpointed keep the outputs of their matrix products, as many as memory allows.
         memory: gives a device's counters, or None where it has none.
     """
 
@@ -89,6 +92,7 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
         layers: int | str,
         *,
         packed: bool,
+        products: bool = False,
         memory: Callable[[torch.device], DeviceMemory | None] = device_memory,
     ) -> None:
         self.layers = int(layers) if str(layers).isdecimal() else layers
@@ -97,7 +101,8 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
         self.kept_bytes: dict[tuple[str, ...], int] = {}
         self.spare_bytes = 0
         self.offloaded: frozenset[int] = frozenset()
-        self._packed = packed
+        self.with_products = 0
+        self._packed, self._products = packed, products
         self._memory_of = memory
         self._memory: DeviceMemory | None = None
         self._candidates: list[_Layer] = []
@@ -109,8 +114,11 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
         """Find the layers; with a number, settle it."""
         self._candidates = checkpointed_layers(model)
         self.total = self.checkpointed = len(self._candidates)
-        self.offloaded = frozenset()
+        self.offloaded, self.with_products = frozenset(), 0
         self._step = 0
+        for layer in self._candidates if self._products else ():
+            layer.products = KeptProducts(layer.module)
+            layer.products.watch()
         measures = self.layers == AUTO and self._packed and self._candidates
         self._memory = self._memory_of(args.device) if measures else None
         if isinstance(self.layers, int):
@@ -119,12 +127,20 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
                     f"activation_checkpointing_layers={self.layers}, and {self.total} layers are checkpointed",
                     mend="activation_checkpointing=True, and activation_checkpointing_layers no more than the layers",
                 )
-            self._settle(self.total - self.layers)
+            self._settle(Kept(self.total - self.layers))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """What a forward pass left that had no backward pass is nobody's."""
+        for layer in self._candidates if self.with_products else ():
+            if layer.products is not None:
+                layer.products.begin_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Step 2 gives the peak and the bytes a layer keeps; the next ones show whether the choice was right."""
         self._step += 1
         if self._memory is None:
+            if self._step == 1 and self._products:  # their sizes are known now
+                self._settle(Kept(self.total - self.checkpointed, self.checkpointed))
             return
         if self._step == 1:
             # The last layer of each kind keeps its activations in step 2, and what it keeps is noted.
@@ -136,7 +152,7 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
         elif self._peaks is not None:
             self._choose(self._peaks, self._memory, args.device)
             self._peaks = None
-        elif self._step in _LOOKS and self.checkpointed != self.total:
+        elif self._step in _LOOKS and (self.checkpointed != self.total or self.with_products):
             self._look(self._memory, args.device)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -146,6 +162,8 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
             self._peaks = None
         for layer in self._candidates:
             layer.switch(True)
+            if layer.products is not None:
+                layer.products.switch(False)
 
     @property
     def measures(self) -> bool:
@@ -164,7 +182,7 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
             chosen: numbers of layers that are checkpointed.
         """
         self.offloaded = frozenset(chosen)
-        self._settle(self.total - self.checkpointed)
+        self._settle(Kept(self.total - self.checkpointed, self.with_products))
 
     def line(self) -> str | None:
         """What was chosen, for the summary; None where nothing is checkpointed."""
@@ -172,6 +190,7 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
             return None
         twice = len(set(range(self.checkpointed)) - self.offloaded)
         also = f", activations of {len(self.offloaded)} in host memory" if self.offloaded else ""
+        also += f", with the products of {self.with_products} kept" if self.with_products else ""
         return f"activation checkpointing: {twice} of {self.total} layers{also}"
 
     def _watch(self, layer: _Layer, memory: DeviceMemory) -> None:
@@ -204,9 +223,14 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
         watched = list(self._last_of_each_kind().values())
         already = [number for number, layer in enumerate(self._candidates) if layer in watched]
         known = [size for size in kept if size is not None]
-        left_alone = layers_that_fit(known, peaks, already=already, room=room) if len(known) == len(kept) else 0
+        products = [0 if layer.products is None else layer.products.bytes for layer in self._candidates]
+        chosen = Kept(0)
+        if len(known) == len(kept):
+            chosen = layers_that_fit(known, peaks, already=already, room=room, products=products)
         # Ranks that recompute differently would wait for one another in every step.
-        self._settle(int(min(row[0] for row in gather_over_ranks([left_alone], device))))
+        rows = gather_over_ranks([chosen.alone, chosen.alone + chosen.products], device)
+        alone, with_products = (int(min(column)) for column in zip(*rows, strict=True))
+        self._settle(Kept(alone, with_products - alone))
         memory.give_back_cache()
         sizes = " or ".join(sorted({f"{size / GIB:.2f}" for size in self.kept_bytes.values()}))
         logger.info(
@@ -224,12 +248,15 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
         if self._step == _LOOKS[0]:  # the step in which the new sizes were first asked for
             return
         if max(row[0] for row in gather_over_ranks([searches], device)) > 0:
-            left_alone = self.total - self.checkpointed
-            self._settle(left_alone - math.ceil(left_alone / 3))
+            alone, some = self.total - self.checkpointed, self.with_products
+            fewer = alone - math.ceil(alone / 3)
+            self._settle(Kept(fewer, some) if alone else Kept(0, some - math.ceil(some / 3)))
             memory.give_back_cache()
             logger.info("memory ran short in step %d: %s", self._step, self.line())
 
-    def _settle(self, left_alone: int) -> None:
-        self.checkpointed = self.total - left_alone
+    def _settle(self, kept: Kept) -> None:
+        self.checkpointed, self.with_products = self.total - kept.alone, kept.products
         for number, layer in enumerate(self._candidates):
             layer.switch(number < self.checkpointed and number not in self.offloaded)
+            if layer.products is not None:
+                layer.products.switch(layer.on and number >= self.checkpointed - kept.products)

@@ -157,7 +157,11 @@ class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
         self.throughput = self._throughput_callback() if args.throughput else None
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(CompactProgress())
-        self.recompute = RecomputeChoice(args.activation_checkpointing_layers, packed=self.packing_active)
+        self.recompute = RecomputeChoice(
+            args.activation_checkpointing_layers,
+            packed=self.packing_active,
+            products=args.activation_checkpointing_keep == "products",
+        )
         self.add_callback(self.recompute)
         self.add_callback(OffloadChoice(args.activation_offloading_layers, self.recompute))
         self.add_callback(QuietGarbage(self.until_trained))

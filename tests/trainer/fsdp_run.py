@@ -253,6 +253,10 @@ def scenarios(path, rank):
     ):
         yield name, with_activations_on_the_host(path / name, lr_scheduler_type="constant", **changes, **sharded)
 
+    keeps = {"activation_checkpointing": True, "activation_checkpointing_keep": "products", **sharded}
+    products, _ = trained(path / "products", max_steps=3, lr_scheduler_type="constant", **keeps)
+    yield "products", [losses(products), products.recompute.with_products]
+
     yield from low_precision(path / "upcast")
     mixed = tiny_hybrid().bfloat16()
     mixed.model.layers[1].input_layernorm.float()

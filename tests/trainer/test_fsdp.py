@@ -165,6 +165,12 @@ def test_activations_on_the_host_leave_losses_as_they_are_and_gathered_weights_a
 
 
 @two
+def test_kept_products_leave_losses_as_they_are(ranks):
+    for said in ranks:
+        assert said["products"] == [pytest.approx(said["losses"][:3], abs=1e-6), 4]
+
+
+@two
 def test_a_model_sharded_as_one_unit_is_named(ranks):
     assert "4 layers are gathered together" in ranks[0]["one unit"]["several_layers_in_a_group"]
 

@@ -9,7 +9,7 @@ from test_sft import trainer_for
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from hf_speedkit.core.errors import ConfigurationError
-from hf_speedkit.core.memory import GIB, StepPeaks, layers_that_fit, room_for_tensors
+from hf_speedkit.core.memory import GIB, Kept, StepPeaks, layers_that_fit, room_for_tensors
 from hf_speedkit.trainer.peak_watch import PeakWatch
 from hf_speedkit.trainer.recompute import checkpointed_layers
 
@@ -112,7 +112,7 @@ def test_padded_rows_are_never_measured(tmp_path):
     ids=str,
 )
 def test_as_many_of_the_last_layers_as_fit_keep_their_activations(kept, forward, backward, already, expected):
-    assert layers_that_fit(kept, StepPeaks(forward, backward), already=already, room=10) == expected
+    assert layers_that_fit(kept, StepPeaks(forward, backward), already=already, room=10) == Kept(expected)
 
 
 def test_room_leaves_a_margin_and_does_not_count_on_an_unused_reserve():
