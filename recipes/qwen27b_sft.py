@@ -11,14 +11,14 @@ own job copy the YAML file; for your own data, model or trainer read `main` from
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hf_speedkit.core.errors import ConfigurationError, SpeedkitError
 from hf_speedkit.trainer.adapters import adapter_config, require_adapters
 from hf_speedkit.trainer.hardware import exit_with, require_hardware
-from hf_speedkit.trainer.job_settings import options, settings, without_option
+from hf_speedkit.trainer.job_settings import options, require_named, settings, unusable, without_option
 from hf_speedkit.trainer.launching import announce_sharding
 from hf_speedkit.trainer.machine import prepare_process, use_all_cores
 from hf_speedkit.trainer.trackers import require_trackers
@@ -33,6 +33,7 @@ def main(argv: list[str]) -> None:
     # Before any heavy import and any download: a machine that cannot run the job says so in seconds.
     job = settings(config, argv)
     if not {"--help", "-h"} & set(argv):
+        require_named(job)
         require_hardware(job, command=TINY)
         require_trackers(job)
         require_adapters(job)
@@ -40,11 +41,11 @@ def main(argv: list[str]) -> None:
     prepare_process()
     recipe, args, model_args = parse(config, argv)
 
-    from datasets import load_dataset
     from transformers import AutoModelForCausalLM, set_seed
 
     from hf_speedkit import SpeedSFTTrainer
     from hf_speedkit.trainer.before_loading import require_before_loading
+    from hf_speedkit.trainer.dataset_source import load_rows
     from hf_speedkit.trainer.output import existing_run, refuse_existing_run, require_checkpoint
     from hf_speedkit.trainer.summary import print_summary
     from hf_speedkit.trainer.weights import load_model, load_tokenizer
@@ -68,7 +69,7 @@ def main(argv: list[str]) -> None:
         require_before_loading(model_args, args)  # kernels and memory
         tokenizer = load_tokenizer(model_args)
         model = load_model(model_args, args, random_weights=recipe.random_weights)  # once, not once per process
-        dataset = load_dataset(recipe.dataset_name, recipe.dataset_config, split=recipe.dataset_train_split)
+        dataset = load_rows(recipe.dataset_name, recipe.dataset_config, split=recipe.dataset_train_split)
 
     trainer = SpeedSFTTrainer(
         model=model,
@@ -88,7 +89,7 @@ def main(argv: list[str]) -> None:
 class RecipeArguments:
     """What the recipe itself needs to know; everything else is SpeedSFTConfig's and TRL's ModelConfig's."""
 
-    dataset_name: str | None = field(default=None, metadata={"help": "Hub id or local path for datasets.load_dataset."})
+    dataset_name: str | None = field(default=None, metadata={"help": "Hub id, folder or file (.jsonl, .parquet ...)."})
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of the data set."})
     dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
     expected_parameters: float | None = field(
@@ -120,11 +121,12 @@ def parse(config: Path, argv: list[str]) -> tuple[RecipeArguments, Any, Any]:
 
     from hf_speedkit import SpeedSFTConfig
 
-    def refuse(message: str) -> NoReturn:  # argparse's own way prints 160 lines of usage around one that matters
-        raise ConfigurationError(f"a setting cannot be used: {message}", mend=f"correct it in {config.name} or on the "
-                                 "command line; --help lists all settings")  # fmt: skip
+    kinds = (RecipeArguments, SpeedSFTConfig, ModelConfig)
 
-    parser = TrlParser((RecipeArguments, SpeedSFTConfig, ModelConfig))
+    def refuse(message: str) -> NoReturn:  # argparse's own way prints 160 lines of usage around one that matters
+        raise unusable(message, config.name, known=[setting.name for kind in kinds for setting in fields(kind)])
+
+    parser = TrlParser(kinds)
     parser.error = refuse
     try:
         recipe, args, model_args = parser.parse_args_and_config(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -67,6 +68,7 @@ def bench(
     prepare_process()  # for the children: there torch is imported before the job can say so itself
 
     job = _script(script, configs)
+    _check_launch(launch)
     contestants = _contestants(configs, vary or [])
     with tempfile.TemporaryDirectory(prefix="speedkit_bench_") as work:
         jobs = [
@@ -93,6 +95,17 @@ def _script(script: Path | None, configs: Sequence[Path]) -> Path:
     if not found.is_file():
         raise typer.BadParameter(f"no such file: {found}; name the script that trains", param_hint="--script")
     return found
+
+
+def _check_launch(launch: str) -> None:
+    try:
+        words = shlex.split(launch)
+    except ValueError as error:
+        raise typer.BadParameter(f"{launch!r}: {error}", param_hint="--launch") from error
+    if words and shutil.which(words[0]) is None:
+        raise typer.BadParameter(
+            f"there is no program {words[0]!r} here; e.g. 'accelerate launch'", param_hint="--launch"
+        )
 
 
 def _contestants(configs: Sequence[Path], vary: Sequence[str]) -> list[Contestant]:

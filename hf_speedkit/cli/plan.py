@@ -114,7 +114,11 @@ def _report_memory(model: str, memory: dict[str, Any] | None, settings: dict[str
     from hf_speedkit.cli.plan_view import print_memory
 
     if memory is None:
-        raise typer.BadParameter(f"no model configuration can be loaded from {model!r}", param_hint="MODEL")
+        raise typer.BadParameter(
+            f"no model configuration can be loaded from {model!r}: it is no folder with a config.json, and neither the "
+            "Hub nor the local cache gave one (without a network: copy the model's config.json into a folder)",
+            param_hint="MODEL",
+        )
     if as_json:
         typer.echo(json.dumps(_empty_result(settings) | {"memory": memory}, indent=1, allow_nan=False))
     else:
@@ -195,7 +199,9 @@ def _template_arguments(given: str | None) -> dict[str, Any]:
     try:
         arguments = json.loads(given)
     except ValueError as error:
-        raise typer.BadParameter(f"not JSON: {error}", param_hint="--template-kwargs") from error
+        raise typer.BadParameter(
+            f"not JSON: {error}; e.g. '{{\"enable_thinking\": false}}'", param_hint="--template-kwargs"
+        ) from error
     if not isinstance(arguments, dict):
         raise typer.BadParameter("a JSON object is needed", param_hint="--template-kwargs")
     return arguments

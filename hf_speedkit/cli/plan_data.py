@@ -10,7 +10,6 @@ from typing import Any
 
 from hf_speedkit.core.errors import DatasetError, SpeedkitError
 
-_LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 # Boundaries are 32-bit integers (cu_seq_lens): a longer document could not be packed by any kernel.
 _LONGEST = 2**31 - 1
 _QUANTILES = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99, 1.0)
@@ -193,30 +192,12 @@ def _documents(counts: list[int], findings: tuple[str, ...] = ()) -> Documents:
 
 
 def _load(dataset: str, split: str, config: str | None) -> Any:
-    from datasets import DatasetDict, load_dataset, load_from_disk
-    from datasets.exceptions import DatasetGenerationError
+    from hf_speedkit.trainer.dataset_source import load_rows
 
-    path = Path(dataset)
-    if not dataset:
-        raise NotFoundError("the name of the dataset is empty")
-    if path.is_file() and not path.stat().st_size:
-        raise NotFoundError(f"{path} is empty")
     try:
-        if path.is_dir() and ((path / "state.json").is_file() or (path / "dataset_dict.json").is_file()):
-            loaded = load_from_disk(dataset)
-            return loaded[split] if isinstance(loaded, DatasetDict) else loaded
-        loader = _LOADERS.get(path.suffix.lower())
-        if loader is not None:
-            if not path.is_file():
-                raise NotFoundError(f"no such file: {path}")
-            return load_dataset(loader, data_files=str(path), split="train")
-        return load_dataset(dataset, config, split=split)
-    except DatasetGenerationError as error:  # its own text only says that there is a cause
-        raise NotFoundError(f"dataset {dataset!r} cannot be loaded: {error.__cause__ or error}") from error
-    except IndexError as error:  # datasets 5.2 cannot load what it saved without rows
-        raise NotFoundError(f"dataset {dataset!r} holds no rows") from error
-    except (OSError, ValueError, KeyError) as error:
-        raise NotFoundError(f"dataset {dataset!r} cannot be loaded: {error}") from error
+        return load_rows(dataset, config, split=split)
+    except DatasetError as error:
+        raise NotFoundError(str(error)) from error
 
 
 def _tokenizer(model: str) -> Any:

@@ -159,6 +159,8 @@ def _check_out(out: Path, inputs: Sequence[Path]) -> None:
         raise typer.BadParameter(f"not a file in a directory that exists: {out}", param_hint="--out")
     if any(out.resolve() == path.resolve() for path in inputs):
         raise typer.BadParameter(f"would overwrite what it reads: {out}", param_hint="--out")
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise typer.BadParameter(f"of runs a page (.html): {out}", param_hint="--out")
 
 
 def _names(logs: Sequence[Path]) -> list[str]:

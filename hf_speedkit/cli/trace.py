@@ -41,8 +41,7 @@ def trace(
     if compare is not None and len(files) > 1:
         raise typer.BadParameter("give one FILE to compare", param_hint="--compare")
     for path in [*files, *([compare] if compare else [])]:
-        if not path.is_file():
-            raise typer.BadParameter(f"no such file: {path}", param_hint="FILE")
+        _require_file(path)
     try:
         gates = [parse_gate(text, comparing=compare is not None) for text in fail_if or ()]
     except SpeedkitError as error:
@@ -56,6 +55,15 @@ def trace(
         typer.echo("\n".join(map(printable, str(error).splitlines())), err=True)
         raise typer.Exit(SUBJECT_IS_BAD) from error
     raise typer.Exit(_report(summaries, base, gates, as_json=as_json, top=top))
+
+
+def _require_file(path: Path) -> None:
+    if path.is_dir():
+        inside = sorted(str(one) for one in (*path.glob("*.json.gz"), *path.glob("traces/*.json.gz")))
+        hint = f"traces in it: {', '.join(inside[:8])}" if inside else "there is no .json.gz in it"
+        raise typer.BadParameter(f"{path} is a folder; {hint}", param_hint="FILE")
+    if not path.is_file():
+        raise typer.BadParameter(f"no such file: {path}", param_hint="FILE")
 
 
 def _read(path: Path, max_gib: float) -> TraceSummary:

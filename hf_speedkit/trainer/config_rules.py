@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.kernels.fused_layers import PARTS
 from hf_speedkit.trainer.launching import refuse_split_rows
 
 logger = logging.getLogger(__name__)
@@ -41,11 +42,18 @@ _SWITCHES = ("packing", "fused_layers", "fused_optimizer", "isolation_check", "t
 _VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     *((name, _is_bool, "True or False") for name in _SWITCHES),
     ("eval_packing", lambda value: value is None or _is_bool(value), "True, False or None"),
+    # Its size is judged where packing is settled; text is what a wrong YAML line gives.
+    ("tokens_per_batch", lambda value: value is None or _is_int(value, -(2**63)), "a whole number of slots"),
     ("cost_window_steps", lambda value: value is None or _is_int(value, 1), "a whole number of steps from 1 up"),
     ("count_launches_every", lambda value: _is_int(value, 0), "a whole number of steps, or 0"),
     ("peak_tflops", lambda value: value is None or _is_number(value), "a number of TFLOP/s"),
     ("stuck_rank_timeout_s", lambda value: _is_number(value, or_zero=True), "a number of seconds, or 0"),
     ("fsdp_prefetch_layers", lambda value: value is None or _is_int(value, 0), "a whole number of layers"),
+    (
+        "fused_layers_exclude",
+        lambda value: value is None or (isinstance(value, (list, tuple)) and set(value) <= set(PARTS)),
+        f"a list of names out of: {', '.join(PARTS)}",
+    ),
     (
         "trace_steps",
         lambda value: value is None or (isinstance(value, (list, tuple)) and all(_is_int(step, 1) for step in value)),

@@ -47,6 +47,12 @@ def refuse_foreign_roles(conversations: Sequence[tuple[Messages, dict[str, Any]]
     for messages, arguments in conversations:
         foreign = [message for message in messages if message["role"] not in ROLES]
         text = rendered_or_none(render, messages, arguments) if foreign else None
+        if text is None and {message["role"] for message in messages} & set(_FOREIGN_ROLES):
+            raise DatasetError(
+                f"the chat template refuses conversations with the roles {', '.join(_roles(messages))}",
+                evidence=(f"roles that templates know: {', '.join(ROLES)}",),
+                mend=_RENAME,
+            )
         if text is None:
             continue
         texts = [(str(m["role"]), m["content"].strip()) for m in foreign if isinstance(m.get("content"), str)]
@@ -57,6 +63,10 @@ def refuse_foreign_roles(conversations: Sequence[tuple[Messages, dict[str, Any]]
                 evidence=(f"roles that templates know: {', '.join(ROLES)}",),
                 mend=_RENAME,
             )
+
+
+def _roles(messages: Messages) -> dict[str, None]:
+    return dict.fromkeys(repr(message["role"]) for message in messages)
 
 
 def written_roles(conversations: Sequence[tuple[Messages, dict[str, Any]]], render: Render) -> str | None:

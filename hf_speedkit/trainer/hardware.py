@@ -15,7 +15,8 @@ from hf_speedkit.trainer.last_words import exit_with
 
 __all__ = ["MOMENT_BYTES", "exit_with", "find_missing_hardware", "require_hardware"]
 
-_BYTES = {"bfloat16": 2.0, "bf16": 2.0, "float16": 2.0, "fp16": 2.0, "float32": 4.0, "fp32": 4.0, "auto": 2.0}
+# transformers 5.23 looks these names up in torch, so "bf16" would end in an AttributeError.
+_BYTES = {"bfloat16": 2.0, "float16": 2.0, "float32": 4.0, "auto": 2.0}
 # Bytes of one AdamW moment by the Trainer's `optim`; None: as precise as the weight. Of any other optimizer (GaLore,
 # LOMO, paged ones) only the weights are counted: the figure stays a lower bound and refuses no job that would run.
 MOMENT_BYTES: dict[str, float | None] = {
@@ -200,6 +201,7 @@ def _gpus(count: int) -> str:
 
 def _training_state(settings: Mapping[str, object]) -> TrainingState | None:
     """Lower bound of the job's training state from its settings, None without `expected_parameters`."""
+    weight_bytes = _weight_bytes(settings)  # also where nothing is counted: a dtype that is none is refused
     given = settings.get("expected_parameters")
     if given is None:
         return None
@@ -207,7 +209,6 @@ def _training_state(settings: Mapping[str, object]) -> TrainingState | None:
     weights_only = is_on(settings.get("use_peft")) or optimizer not in MOMENT_BYTES
     # accelerate upcasts what is trained to fp32 where FSDP meets mixed precision (accelerate 1.15 fsdp_utils.py:816).
     upcast = is_on(settings.get("fsdp")) and _mixed_precision(settings)
-    weight_bytes = _weight_bytes(settings)
     try:
         return training_state_bytes(
             float(str(given)),  # YAML reads 26.9e9, without a sign in the exponent, as text

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.trainer.hardware import is_on
 
 
 def options(argv: Sequence[str]) -> list[tuple[str, str]]:
@@ -58,6 +61,53 @@ def settings(config: Path, argv: Sequence[str]) -> dict[str, Any]:
             mend="write one `key: value` a line",
         )
     return values | {name: _plain(value) for name, value in options(argv)}
+
+
+def require_named(job: Mapping[str, Any]) -> None:
+    """Refuse a job whose model or data are not named, or lie at a path where there is nothing.
+
+    Args:
+        job: see `settings`. Read here: `tiny_chat` (needs neither), `model_name_or_path`, `dataset_name`.
+
+    Raises:
+        ConfigurationError: the setting to write, or the path that is not there.
+    """
+    if is_on(job.get("tiny_chat")):
+        return
+    for name, example in (("model_name_or_path", "Qwen/Qwen3.8-27B"), ("dataset_name", "HuggingFaceH4/ultrachat_200k")):
+        value = str(job.get(name) or "")
+        if not value:
+            raise ConfigurationError(f"{name} is not set", mend=f"{name}: {example}")
+        # Anything else may be the id of a repository on the Hub.
+        if value.startswith(("/", "./", "../", "~")) and not Path(value).exists():
+            raise ConfigurationError(
+                f"{name}: there is no file or folder {value!r}",
+                evidence=("nothing expands ~ here",) if value.startswith("~") else (),
+                mend=f"{name}: {Path(value).expanduser()}" if value.startswith("~") else "correct the path, or name "
+                "what it is called on the Hub",
+            )  # fmt: skip
+
+
+def unusable(message: str, file: str, *, known: Iterable[str]) -> ConfigurationError:
+    """The refusal of settings that a parser did not take: a misspelt name gets the one that was meant.
+
+    Args:
+        message: what the parser said; names that it does not know stand there as '--name'.
+        file: name of the YAML file.
+        known: all settings.
+    """
+    unknown = [name.replace("-", "_") for name in re.findall(r"'--([\w-]+)", message)]
+    if not unknown:
+        return ConfigurationError(
+            f"a setting cannot be used: {message}",
+            mend=f"correct it in {file} or on the command line; --help lists all settings",
+        )
+    meant = {name: difflib.get_close_matches(name, list(known), n=1) for name in unknown}
+    return ConfigurationError(
+        f"there is no setting {', '.join(unknown)}",
+        evidence=tuple(f"{name}: did you mean {close[0]}?" for name, close in meant.items() if close),
+        mend=f"correct it in {file} or on the command line; --help lists all settings",
+    )
 
 
 def _plain(value: str) -> Any:

@@ -85,7 +85,15 @@ class KernelAssertionCallback(FirstStep):
                 say=say,
             )
         except KernelAssertionError as error:
-            raise self.own_way_on(error) from None
+            own = self.own_way_on(error)
+            raise (_on_a_cpu(own) if args.device.type == "cpu" else own) from None
+
+
+def _on_a_cpu(error: KernelAssertionError) -> KernelAssertionError:
+    """No package makes a CPU run fused kernels, and some cannot be built without a GPU's compiler."""
+    mend = error.mend if error.mend is None else f"on a machine with a GPU:\n          {error.mend}"
+    regardless = f"{error.regardless}, which is right on a CPU: no fused kernel runs there"
+    return KernelAssertionError(error.what, evidence=error.evidence, mend=mend, regardless=regardless)
 
 
 def packed_slots(args: TrainingArguments) -> int | None:

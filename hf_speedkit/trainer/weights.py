@@ -68,12 +68,23 @@ def load_model(
 
 
 def load_tokenizer(model_args: ModelConfig) -> Any:
-    """Load the tokenizer that belongs to a model: of the same hub id or folder, or beside the config.json named."""
+    """Load the tokenizer that belongs to a model: of the same hub id or folder, or beside the config.json named.
+
+    Raises:
+        ConfigurationError: there is none; with what transformers says about it.
+    """
     from transformers import AutoTokenizer
 
     path = Path(str(model_args.model_name_or_path))
     source = str(path.parent) if path.is_file() else model_args.model_name_or_path
-    return AutoTokenizer.from_pretrained(source, revision=model_args.model_revision)
+    try:
+        return AutoTokenizer.from_pretrained(source, revision=model_args.model_revision)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"no tokenizer can be loaded from {source!r}",
+            evidence=tuple(line for line in str(error).splitlines() if line.strip()),
+            mend="model_name_or_path: the id of a model on the Hub, or a folder with config, weights and tokenizer",
+        ) from error
 
 
 def receives_weights(args: TrainingArguments, *, quantized: bool = False) -> bool:

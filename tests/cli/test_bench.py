@@ -127,6 +127,17 @@ def test_wrong_use_is_told_before_anything_runs(job, arguments, named):
     assert not (job / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("launch", "named"), [("acelerate launch", "no program 'acelerate'"), ("'a", "No closing quot")]
+)
+def test_a_launcher_that_cannot_start_is_told(job, launch, named):
+    done = CliRunner().invoke(
+        app, ["bench", str(job / "a.yaml"), "--script", str(job / "train.py"), "--launch", launch]
+    )
+    assert done.exit_code == 2
+    assert re.sub(r"\s", "", named) in re.sub(r"[│\s]", "", done.output)
+
+
 def test_without_a_script_the_recipe_beside_the_settings_is_meant(job):
     done = CliRunner().invoke(app, ["bench", str(job / "a.yaml")])
     assert done.exit_code == 2

@@ -266,6 +266,7 @@ def test_json_holds_the_same_numbers_and_writes_no_page(tmp_path, monkeypatch):
         (["good", "--trace", "none.json"], 2, "no such file: none.json"),
         (["good", "--out", "none/page.html"], 2, "not a file in a directory that exists"),
         (["good", "--out", "good/speedkit_steps.jsonl"], 2, "would overwrite what it reads"),
+        (["good", "--out", "page.pdf"], 2, "of runs a page (.html)"),
         (["empty"], 1, "is empty"),
         (["started"], 1, "holds no steps"),
         (["newer"], 1, "this version reads format 1"),

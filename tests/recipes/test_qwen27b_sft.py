@@ -13,10 +13,14 @@ from pathlib import Path
 import pytest
 import qwen27b_sft as recipe
 import yaml
+from datasets import DatasetDict
 from rank_processes import start_ranks
 from torch.multiprocessing import ProcessExitedException
+from trl import ModelConfig
 
-from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.core.errors import ConfigurationError, DatasetError
+from hf_speedkit.trainer.dataset_source import load_rows
+from hf_speedkit.trainer.weights import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "recipes" / "qwen27b_sft.py"
@@ -31,7 +35,7 @@ def test_the_recipe_is_short_enough_to_read():
 def test_model_data_and_trainer_come_in_that_order():
     body = next(n for n in ast.parse(SCRIPT.read_text()).body if getattr(n, "name", "") == "main")
     text = ast.unparse(body)
-    places = [text.index(word) for word in ("load_model(model_args", "load_dataset(recipe", "SpeedSFTTrainer(model")]
+    places = [text.index(word) for word in ("load_model(model_args", "load_rows(recipe", "SpeedSFTTrainer(model")]
     assert places == sorted(places)
 
 
@@ -91,7 +95,7 @@ def changed(tmp_path):
 
 def test_a_key_that_does_not_exist_is_named(changed):
     path = changed(learning_rat=1.0)
-    with pytest.raises(ConfigurationError, match="learning_rat"):
+    with pytest.raises(ConfigurationError, match=r"no setting learning_rat\n.*did you mean learning_rate"):
         recipe.parse(path, ["--config", str(path)])
 
 
@@ -132,7 +136,7 @@ def test_help_is_given_without_a_gpu():
     [
         (["--tokens_per_batch", "abc"], "tokens_per_batch"),
         (["--overlong", "banana"], "overlong"),
-        (["--tokens_per_bach", "512"], "tokens_per_bach"),
+        (["--tokens_per_bach", "512"], "did you mean tokens_per_batch"),
     ],
 )
 def test_a_wrong_word_on_the_command_line_is_named_in_one_message(capsys, argv, named):
@@ -145,6 +149,37 @@ def test_a_job_without_data_is_refused(changed):
     path = changed(tiny_chat=False)
     with pytest.raises(ConfigurationError, match="dataset_name is not set"):
         recipe.parse(path, ["--config", str(path)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_name_or_path": None}, "model_name_or_path is not set"),
+        ({"model_name_or_path": "/tmp/no/model"}, "model_name_or_path: there is no file or folder"),
+        ({"dataset_name": "~/no/data"}, f"dataset_name: {Path.home()}/no/data"),
+    ],
+    ids=["no model", "no folder", "a tilde"],
+)
+def test_a_model_or_data_that_are_not_there_are_told_before_anything_is_imported(changed, monkeypatch, changes, said):
+    monkeypatch.setattr(recipe, "prepare_process", lambda: pytest.fail("it went on"))
+    with pytest.raises(ConfigurationError, match=said):
+        recipe.main(["--config", str(changed(REAL, **changes))])
+
+
+def test_rows_come_from_a_file_or_a_saved_dataset_and_a_wrong_split_is_named(tmp_path):
+    file = tmp_path / "chats.jsonl"
+    file.write_text('{"text": "a"}\n{"text": "b"}\n')
+    assert load_rows(str(file), split="train[:1]")["text"] == ["a"]
+    DatasetDict(first=load_rows(str(file))).save_to_disk(tmp_path / "saved")
+    assert len(load_rows(str(tmp_path / "saved"), split="first")) == 2
+    for place in (file, tmp_path / "saved"):
+        with pytest.raises(DatasetError, match="trian"):
+            load_rows(str(place), split="trian")
+
+
+def test_a_folder_without_a_tokenizer_is_told_with_what_it_should_hold(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"(?s)no tokenizer.*a folder with config, weights and tokenizer"):
+        load_tokenizer(ModelConfig(model_name_or_path=str(tmp_path)))
 
 
 def launch(*arguments, launcher=True, launch_config=None, timeout=240, **environment):

@@ -72,6 +72,9 @@ def test_checkpointing_can_be_set_by_either_name(tmp_path, name, on):
         ({"trace_steps": [0]}, "a list of optimizer steps"),
         ({"peak_tflops": "989"}, "a number of TFLOP/s"),
         ({"stuck_rank_timeout_s": -1}, "a number of seconds"),
+        ({"tokens_per_batch": 1024.5}, "a whole number of slots"),
+        ({"fused_layers_exclude": ["qk_rotery"]}, "split_convolution.*qk_rotary"),
+        ({"fused_layers_exclude": "qk_rotary"}, "a list of names"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -161,9 +161,11 @@ def test_a_model_size_that_is_no_number_is_refused(value):
         find({**JOB, "expected_parameters": value}, H200)
 
 
-def test_an_unknown_precision_is_refused_by_its_name():
-    with pytest.raises(ConfigurationError, match="dtype='bfloat61'"):
-        find({**JOB, "dtype": "bfloat61"}, H200)
+@pytest.mark.parametrize("parameters", ["26.9e9", None])
+@pytest.mark.parametrize("dtype", ["bfloat61", "bf16"])  # of the second transformers 5.23 makes an AttributeError
+def test_an_unknown_precision_is_refused_by_its_name(dtype, parameters):
+    with pytest.raises(ConfigurationError, match=f"dtype='{dtype}'.*\n.*bfloat16, float16, float32"):
+        find({**JOB, "dtype": dtype, "expected_parameters": parameters}, H200)
 
 
 def test_the_environment_of_the_launcher_is_read(monkeypatch):

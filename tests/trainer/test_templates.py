@@ -83,10 +83,13 @@ def trainer_for(path, dataset, template, **changes):
 SHAREGPT = [{"conversations": [{"from": "human", "value": "w3 w4"}, {"from": "gpt", "value": "w5 w6"}]}]
 ONLY_ITS_OWN = "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.content }}{% endif %}{% endfor %}"
 
+REFUSES = "{% if messages[0].role != 'user' %}{{ raise_exception('No user query found.') }}{% endif %}" + ONLY_ITS_OWN
+
 
 @pytest.mark.parametrize(
     ("rows", "template", "said"),
     [
+        (SHAREGPT, REFUSES, "refuses conversations with the roles 'human', 'gpt'"),
         (SHAREGPT, ONLY_ITS_OWN, "leaves out every message of 'human', 'gpt'"),
         (SHAREGPT, PLAIN, None),  # it writes any role; a warning says that these are not those of inference
         ([{"messages": chat("w3", "w4")}], None, "the tokenizer has no chat template"),

@@ -1,0 +1,66 @@
+"""Where a job's rows come from: a dataset of the Hub, a folder, one file, or what `save_to_disk` wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hf_speedkit.core.errors import DatasetError
+
+_LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
+_KINDS = f"the id of a dataset on the Hub, a folder, or a file ({', '.join(_LOADERS)})"
+
+
+def load_rows(name: str, config: str | None = None, *, split: str = "train") -> Any:
+    """Load one split of a dataset, wherever it is.
+
+    `datasets.load_dataset` alone takes neither one file ("Couldn't find any data file at" that very file, datasets 5.2)
+    nor what `save_to_disk` wrote.
+
+    Args:
+        name: hub id, folder, file, or folder written by `save_to_disk`.
+        config: as for `datasets.load_dataset`.
+        split: as there; a file has the split "train" alone. Slices ("train[:100]") are taken.
+
+    Returns:
+        A `datasets.Dataset`.
+
+    Raises:
+        DatasetError: nothing of that name, no such split, no rows, or contents that cannot be read.
+    """
+    from datasets import DatasetDict, load_dataset, load_from_disk
+    from datasets.exceptions import DatasetGenerationError
+
+    path = Path(name)
+    if not name:
+        raise DatasetError("the name of the dataset is empty", mend=_KINDS)
+    if path.is_file() and not path.stat().st_size:
+        raise DatasetError(f"{path} is empty")
+    loader = _LOADERS.get(path.suffix.lower())
+    if loader is not None and not path.exists():
+        raise DatasetError(f"no such file: {path}")
+    try:
+        if path.is_dir() and ((path / "state.json").is_file() or (path / "dataset_dict.json").is_file()):
+            loaded = load_from_disk(name)
+            return _one_of(loaded, split) if isinstance(loaded, DatasetDict) else loaded
+        if loader is not None and path.is_file():
+            return load_dataset(loader, data_files=str(path), split=split)
+        return load_dataset(name, config, split=split)
+    except DatasetError:
+        raise
+    except DatasetGenerationError as error:  # its own text only says that there is a cause
+        raise _unreadable(name, error.__cause__ or error) from error
+    except IndexError as error:  # datasets 5.2 cannot load what it saved without rows
+        raise DatasetError(f"dataset {name!r} holds no rows") from error
+    except (OSError, ValueError, KeyError) as error:
+        raise _unreadable(name, error) from error
+
+
+def _one_of(loaded: Any, split: str) -> Any:
+    if split not in loaded:
+        raise DatasetError(f"there is no split {split!r}", mend=f"one of: {', '.join(map(str, loaded))}")
+    return loaded[split]
+
+
+def _unreadable(name: str, error: BaseException) -> DatasetError:
+    return DatasetError(f"dataset {name!r} cannot be loaded: {error}", mend=f"it is {_KINDS}, with this split")
