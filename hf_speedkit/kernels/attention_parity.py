@@ -129,6 +129,7 @@ class _Given(nn.Module):
     def __init__(self, output: Tensor) -> None:
         super().__init__()
         self.output = output
+        self.out_features = output.shape[-1]
 
     def forward(self, _: Tensor) -> Tensor:
         # As of a linear layer: something computed, not a leaf.
@@ -141,6 +142,8 @@ def _attention_that_adds_up(module: nn.Module) -> Iterator[nn.Module]:
     from transformers import AttentionInterface
 
     twin = plain_twin(module, {})
+    # Before the first step a model may still be in evaluation mode, and its dropout 0 as most are: any other would do.
+    twin.__dict__.update(training=True, attention_dropout=0.125)
     config: Any = copy.copy(module.config)
     config._attn_implementation_internal = _NAME  # the setter would change the configs inside, which are shared
     twin.__dict__["config"] = config

@@ -12,13 +12,19 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
+from hf_speedkit.kernels.layout import effective_forward
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
 QK_ROTARY = "qk_rotary"
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NORMS = ("q_norm", "k_norm")
+
+_ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")
+"""What a layer's own forward takes, in this order; any other may change what it computes."""
 
 
 def has_head_norms(module: nn.Module) -> bool:
@@ -50,15 +56,32 @@ def is_gated(module: Any) -> bool:
     return bool(module.q_proj.out_features == 2 * module.config.num_attention_heads * module.head_dim)
 
 
+def why_not_fused(module: nn.Module) -> str | None:
+    """Why an attention layer keeps its own forward; None if nothing is known against it.
+
+    The comparison can only hand over what it knows: a layer that takes something else, a second sequence say, would
+    look the same there and be wrong in training.
+    """
+    own = effective_forward(module)
+    parameters = list(inspect.signature(own).parameters.values()) if own is not None else []
+    names = [parameter.name for parameter in parameters]
+    if names[:5] != ["self", *_ARGUMENTS] or any(parameter.kind is not VAR_KEYWORD for parameter in parameters[5:]):
+        return f"its forward takes {', '.join(names[1:]) or 'nothing that can be read'}"
+    return None
+
+
 def attention_forward(*, one_plus: bool, norm_and_rotate: Any = None, gated: Any = None) -> Any:
     """A forward (module, hidden_states, position_embeddings, ...) -> (output, attention weights or None).
 
-    With a cache, with positions in another form than [B, T, R] and with hooks on a norm, it is the layer's own.
+    With a cache, with positions in another form than [B, T, R], with hooks on a norm and while torch compiles, which
+    fuses by itself what nothing here has proven compiled, it is the layer's own.
 
     Args:
         one_plus: whether the layer's norms multiply by 1 + weight.
         norm_and_rotate, gated: what runs; the functions of those names in `qk_rotary` and `output_gate` if None.
     """
+    from torch.compiler import is_compiling
+
     from hf_speedkit.kernels import output_gate, qk_rotary
     from hf_speedkit.kernels.fused_forwards import epsilon
 
@@ -67,13 +90,13 @@ def attention_forward(*, one_plus: bool, norm_and_rotate: Any = None, gated: Any
     def forward(
         self: Any,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: Any = None,
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> Any:
-        own = type(self).forward
-        if past_key_values is not None or not _can_turn(position_embeddings) or norms_have_hooks(self):
+        own, turns = type(self).forward, _can_turn(position_embeddings, hidden_states, self.head_dim)
+        if past_key_values is not None or not turns or norms_have_hooks(self) or is_compiling():
             kwargs |= {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
             return own(self, hidden_states=hidden_states, past_key_values=past_key_values, **kwargs)
         shape = hidden_states.shape[:-1]
@@ -84,8 +107,8 @@ def attention_forward(*, one_plus: bool, norm_and_rotate: Any = None, gated: Any
             key_eps=epsilon(self.k_norm) or 0.0,
             one_plus=one_plus,
         )
-        # By the number of heads, not by their size: the rows of a gated projection are twice as long.
-        queries = self.q_proj(hidden_states).view(*shape, self.config.num_attention_heads, -1)
+        # By the size of a head, not by their number: of a layer that is split over GPUs some heads are elsewhere.
+        queries = self.q_proj(hidden_states).view(*shape, -1, self.head_dim * (2 if is_gated(self) else 1))
         keys = self.k_proj(hidden_states).view(*shape, -1, self.head_dim)
         values = self.v_proj(hidden_states).view(*shape, -1, self.head_dim).transpose(1, 2)
         queries, keys, gate = turn(queries, keys, norms, *position_embeddings)
@@ -115,16 +138,22 @@ def _attention_of(module: Any, own: Any) -> Any:
     return names["ALL_ATTENTION_FUNCTIONS"].get_interface(implementation, names["eager_attention_forward"])
 
 
-def _can_turn(tables: Any) -> bool:
-    """Whether positions come as cosine and sine [B, T, R]: the comparison makes its own and cannot see the model's."""
-    return isinstance(tables, tuple) and len(tables) == 2 and all(table.ndim == 3 for table in tables)
+def _can_turn(tables: Any, hidden_states: Tensor, head_dim: int) -> bool:
+    """Whether positions come as cosine and sine [B or 1, T, R]: the comparison makes its own, not the model's."""
+    if not isinstance(tables, tuple) or len(tables) != 2 or hidden_states.ndim != 3:
+        return False
+    (cos, sin), (batch, slots, _) = tables, hidden_states.shape
+    if cos.ndim != 3 or cos.shape != sin.shape or cos.requires_grad or sin.requires_grad:
+        return False
+    rotary_dim = cos.shape[-1]
+    return cos.shape[0] in (1, batch) and cos.shape[1] == slots and rotary_dim % 2 == 0 and rotary_dim <= head_dim
 
 
 def norms_have_hooks(module: Any) -> bool:
-    """Whether anybody waits for a norm's own call: to look at it, or to gather its weight (FSDP2, DeepSpeed)."""
+    """Whether anybody waits for a norm's own call: to look at it, or to load its weight (FSDP2, accelerate)."""
     norms = [getattr(module, name) for name in _NORMS]
-    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    return any(getattr(norm, name) for norm in norms for name in hooks)
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_hf_hook")
+    return any(getattr(norm, name, None) for norm in norms for name in hooks)
 
 
 def _width(norm: Any) -> int | None:

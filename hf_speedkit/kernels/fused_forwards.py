@@ -6,6 +6,7 @@ device before it is used (`fused_parity.py` and its likes): a changed package is
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,6 +17,8 @@ from hf_speedkit.kernels.gated_delta_forward import is_gated_delta_net, split_fo
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
 
 Forward = Callable[..., Any]
 
@@ -37,6 +40,14 @@ class Candidate:
 
 def part_of(module: nn.Module) -> str | None:
     """Which of the parts a layer is, by its structure; None for a layer that nothing here can stand in for."""
+    try:
+        return _part_of(module)
+    except Exception as error:  # noqa: BLE001 (any model's own code: configs raise for what layers do not share)
+        logger.debug("%s is left alone: it does not say what it is: %s", type(module).__name__, error)
+        return None
+
+
+def _part_of(module: nn.Module) -> str | None:
     name = type(module).__name__
     weight = module._parameters.get("weight")
     is_norm = weight is not None and weight.ndim == 1 and epsilon(module) is not None and not module._modules

@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
-from hf_speedkit.kernels.fused_attention import QK_ROTARY, norms_have_hooks
+from hf_speedkit.kernels.fused_attention import QK_ROTARY, norms_have_hooks, why_not_fused
 from hf_speedkit.kernels.fused_forwards import (
     GATED_NORM,
     RMS_NORM,
@@ -89,7 +89,11 @@ def fused_layers(
         if CONVOLUTION_PART not in exclude:
             lines += _fuse_convolution(model, settings, devices, stack)
         for group in _groups(model, exclude):
-            line = _fuse(group, settings, stack)
+            try:
+                line = _fuse(group, settings, stack)
+            except Exception as error:  # noqa: BLE001 (any model's own code; a job is not to end for speed)
+                logger.warning("%s of %s is left out: %s: %s", group.part, group.kind, type(error).__name__, error)
+                continue
             lines += [line] if line else []
         for line in lines:
             logger.info("fused layers: %s", line)
@@ -172,13 +176,13 @@ def _groups(model: nn.Module, exclude: Sequence[str]) -> list[_Group]:
 
 def _heads(name: str, part: str, parent: Any) -> int:
     """How many rows a norm gets per position: one per head for those of single heads."""
-    config = getattr(parent, "config", None)
-    if part == GATED_NORM:
-        heads = getattr(parent, "num_v_heads", 1)
-    elif name in ("q_norm", "k_norm"):
-        heads = getattr(config, "num_attention_heads" if name == "q_norm" else "num_key_value_heads", 1)
-    else:
-        heads = 1
+    heads: Any = 1
+    with suppress(RuntimeError):  # a config raises for what its layers do not share; the proof then has fewer rows
+        if part == GATED_NORM:
+            heads = getattr(parent, "num_v_heads", 1)
+        elif name in ("q_norm", "k_norm"):
+            config = getattr(parent, "config", None)
+            heads = getattr(config, "num_attention_heads" if name == "q_norm" else "num_key_value_heads", 1)
     return heads if isinstance(heads, int) else 1
 
 
@@ -197,7 +201,8 @@ def _fuse(group: _Group, settings: _Settings, stack: ExitStack) -> str | None:
     from hf_speedkit.kernels.fused_parity import multiplies_by_one_plus_weight
 
     module = group.modules[0]
-    reason = why_not_split(module) if group.part == SPLIT_CONVOLUTION else None
+    against = {SPLIT_CONVOLUTION: why_not_split, QK_ROTARY: why_not_fused}.get(group.part)
+    reason = against(module) if against is not None else None
     if reason is not None:
         logger.info("%s of %s is left out: %s", group.part, group.kind, reason)
         return None

@@ -82,11 +82,14 @@ def why_not_split(layer: Any) -> str | None:
 def split_forward(layer: Any) -> Callable[..., Any]:
     """The forward (module, hidden_states [B, T, H], ...) -> [B, T, H] for layers of this one's class.
 
-    With a cache or a padding mask, and below accelerate's hooks for offloaded weights, it is the layer's own.
+    With a cache or a padding mask, below accelerate's hooks for offloaded weights and while torch compiles, which lays
+    out memory by itself and cannot follow questions about it, it is the layer's own.
 
     Raises:
         KeyError: the class calls no convolution or no rule, see `why_not_split`.
     """
+    from torch.compiler import is_compiling
+
     own: Callable[..., Any] = type(layer).forward
     plain = effective_forward(layer)
     assert plain is not None, "why_not_split has read it"
@@ -99,7 +102,8 @@ def split_forward(layer: Any) -> Callable[..., Any]:
     # wraps: whatever reads the model (`layout.py`, inspect.signature) finds the own forward and its globals behind it.
     @wraps(own)
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args or any(kwargs.get(name) is not None for name in _OWN_ARGUMENTS) or hasattr(self.conv1d, "_hf_hook"):
+        asked = args or any(kwargs.get(name) is not None for name in _OWN_ARGUMENTS)
+        if asked or hasattr(self.conv1d, "_hf_hook") or is_compiling():
             return own(self, hidden_states, *args, **kwargs)
         options = {name: value for name, value in kwargs.items() if name not in _OWN_ARGUMENTS}
         mixed, z, b, a = _projected(self, hidden_states)

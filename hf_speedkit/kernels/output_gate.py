@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def gated(output: Tensor, gate: Tensor) -> Tensor:
@@ -39,6 +40,7 @@ class _Gated(torch.autograd.Function):
         return product
 
     @staticmethod
+    @once_differentiable  # a second derivative would be wrong in silence
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         output, gate = ctx.saved_tensors
         output_grad = torch.empty(output.shape, dtype=output.dtype, device=output.device)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 Pair = tuple[Tensor, Tensor]
 
@@ -82,6 +83,7 @@ class _NormAndRotate(torch.autograd.Function):
         return out[0], out[1], queries[..., head_dim:] if queries.shape[-1] > head_dim else None
 
     @staticmethod
+    @once_differentiable  # a second derivative would be wrong in silence
     def backward(ctx: Any, q_grad: Tensor, k_grad: Tensor, gate_grad: Tensor | None) -> Any:
         queries, keys, q_weight, k_weight, cos, sin, *rstd = ctx.saved_tensors
         weights = (q_weight, k_weight)

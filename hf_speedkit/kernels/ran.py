@@ -52,6 +52,10 @@ EXPECTED_NAMES: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
 )
 """(function, beginning of the evidence) -> patterns of the forward's and the backward's device kernels."""
 
+STEPS_ASIDE = frozenset({"qk_rotary"})
+"""Functions whose layer goes on with its own forward where it must: hooks on a norm, torch.compile, other positions.
+That is as right, and what transformers runs; no reason to stop a job."""
+
 _OTHER_BACKENDS = re.compile(r"flash_?qla|flash_?kda|gdr_|gdn_", re.IGNORECASE)
 _HANDED_ON = ("chunk_gated_delta_rule", "chunk_kda")
 
@@ -107,7 +111,7 @@ def with_runs(checks: Sequence[KernelCheck], runs: Sequence[KernelRun], step: in
 
 def never_ran(runs: Sequence[KernelRun]) -> KernelAssertionError | None:
     """The refusal for functions whose kernels were expected and did not run; None if there are none."""
-    missing = [run for run in runs if run.forward is False or run.backward is False]
+    missing = [run for run in _not_seen(runs) if run.function not in STEPS_ASIDE]
     if not missing:
         return None
     return KernelAssertionError(
@@ -118,6 +122,20 @@ def never_ran(runs: Sequence[KernelRun]) -> KernelAssertionError | None:
         mend="hf-speedkit doctor MODEL --probe  # what runs at these sizes; TraceCallback shows the step itself",
         regardless=GO_ON,
     )
+
+
+def stepped_aside(runs: Sequence[KernelRun]) -> tuple[str, ...]:
+    """One sentence for each function that did not run because its layers went on with their own forward."""
+    return tuple(
+        f"{run.function} of {run.layer}: no {_which(run)} kernel among those of the step, so these layers run their "
+        "own forward: right, and as fast as transformers. Hooks on q_norm or k_norm and torch.compile lead there."
+        for run in _not_seen(runs)
+        if run.function in STEPS_ASIDE
+    )
+
+
+def _not_seen(runs: Sequence[KernelRun]) -> list[KernelRun]:
+    return [run for run in runs if run.forward is False or run.backward is False]
 
 
 class StepKernels:

@@ -19,6 +19,7 @@ from hf_speedkit.kernels.ran import (
     StepKernels,
     functions_that_ran,
     never_ran,
+    stepped_aside,
     with_runs,
 )
 from hf_speedkit.measure.profilers import another_profiler_runs
@@ -103,7 +104,7 @@ class FirstStep(TrainerCallback):  # type: ignore[misc]
         error = self._missing(step)
         if mode == "strict":
             agree(lambda: _raise(error))
-        said = [str(error)] if error is not None else []
+        said = [*([str(error)] if error is not None else []), *stepped_aside(self.runs or ())]
         if self.runs is None and self._unread:
             said.append(f"kernels of step {step} UNVERIFIED, training goes on: {self._unread}")
         say_once(logger.warning, said)

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from fake_kernels import forget_fakes, model_bound_to
 from fused_fakes import FLA_GATED, RMS, SWIGLU, write_fused_fakes
-from kernel_models import random_documents, summed_loss, tiny_model
+from kernel_models import COMMON, random_documents, summed_loss, tiny_model
 from torch.distributed.fsdp import fully_shard
+from transformers import Gemma4TextConfig, Gemma4TextModel
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.core.records import KernelVerdict
@@ -218,6 +219,31 @@ def test_the_layers_own_forward_passes_its_own_comparison(family, dtype):
             assert compare_attention(module, own, slots=50, **target).problem is None
         elif part not in (None, "split_convolution"):
             assert compare(module, own, part, rows=50, **target).problem is None
+
+
+def test_a_config_that_raises_for_what_its_layers_do_not_share_stops_nothing():
+    """transformers 5.23 does so for Gemma 4, whose layers of full attention have another number of heads."""
+    small = {"vocab_size_per_layer_input": 8, "hidden_size_per_layer_input": 8}
+    config = Gemma4TextConfig(**COMMON, **small, num_global_key_value_heads=2, attention_k_eq_v=True)
+    with pytest.raises(RuntimeError, match="per-layer attribute"):
+        config.num_key_value_heads  # noqa: B018
+    model = Gemma4TextModel(config)
+    with fused_layers(model, devices=CPU) as lines:
+        assert lines == ()
+    del model.layers[0].self_attn.v_norm  # what is left looks like a layer that could be fused
+    assert part_of(model.layers[0].self_attn) is None
+
+
+def test_a_layer_that_cannot_be_read_is_left_out_with_the_reason(caplog):
+    """FSDP1 takes parameters out of their modules; whatever else does is no reason to end a job either."""
+    model = tiny_model("qwen3_5")
+    for layer in model.model.layers[:3]:
+        del layer.linear_attn.conv1d.weight
+    with bind_references(model), fused_layers(model, devices=CPU) as lines:
+        assert set(parts(lines)) == {"qk_rotary"}
+    assert (
+        "split_convolution of Qwen3_5GatedDeltaNet is left out: AttributeError: 'Conv1d' object has no" in caplog.text
+    )
 
 
 def test_an_mlp_with_another_activation_is_not_a_swiglu():

@@ -1,5 +1,6 @@
 """Norm and rotation of attention's heads in one pass: right in value and gradient, and only where that is proven."""
 
+import functools
 import logging
 
 import pytest
@@ -9,6 +10,7 @@ from kernel_models import COMMON, packed_row, random_documents, summed_loss, tin
 
 from hf_speedkit.kernels import output_gate, qk_rotary
 from hf_speedkit.kernels.attention import register
+from hf_speedkit.kernels.bindings import bind_references
 from hf_speedkit.kernels.fused_attention import attention_forward
 from hf_speedkit.kernels.fused_layers import PARTS, fused_layer_checks, fused_layers
 from hf_speedkit.kernels.qk_rotary import HeadNorms, norm_and_rotate
@@ -159,14 +161,115 @@ def test_a_hook_that_comes_later_on_a_norm_is_called():
     assert len(seen) == 2
 
 
-def test_positions_in_another_form_go_to_the_layers_own_forward(monkeypatch):
+ROWS = torch.ones(1, 5, 16)
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        (ROWS[:, None], ROWS[:, None]),
+        [ROWS, ROWS],
+        (ROWS, ROWS, ROWS),
+        (ROWS, torch.ones(1, 5, 16, requires_grad=True)),
+        (torch.ones(1, 9, 16), torch.ones(1, 9, 16)),
+        (torch.ones(1, 5, 20), torch.ones(1, 5, 20)),
+        None,
+    ],
+    ids=["dimensions", "list", "three", "trained", "slots", "columns", "none"],
+)
+def test_positions_in_another_form_go_to_the_layers_own_forward(monkeypatch, tables):
     layer = small("Qwen3").model.layers[0].self_attn
-    tables = (torch.ones(1, 1, 5, 16), torch.zeros(1, 1, 5, 16))
     called = []
     monkeypatch.setattr(type(layer), "forward", lambda self, **kwargs: called.append(kwargs))
     attention_forward(one_plus=False)(layer, torch.zeros(1, 5, 32), tables, position_ids=3)
     assert called[0]["position_embeddings"] is tables
     assert called[0]["position_ids"] == 3
+
+
+Qwen3Attention = type(small("Qwen3").model.layers[0].self_attn)
+
+
+class OfTwoSequences(Qwen3Attention):
+    def forward(
+        self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, others=None, **kwargs
+    ):
+        others = hidden_states if others is None else others
+        return super().forward(hidden_states + others, position_embeddings, attention_mask, past_key_values, **kwargs)
+
+
+class MaskFirst(Qwen3Attention):
+    def forward(self, hidden_states, attention_mask=None, position_embeddings=None, past_key_values=None, **kwargs):
+        return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (OfTwoSequences, "attention_mask, past_key_values, others, kwargs"),
+        (MaskFirst, "its forward takes hidden_states, attention_mask, position_embeddings"),
+    ],
+)
+def test_a_layer_that_takes_something_else_stays(caplog, kind, reason):
+    caplog.set_level(logging.INFO)
+    model = small("Qwen3").eval()
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = kind
+    with fused(model) as lines:
+        assert lines == ()
+    assert reason in caplog.text
+
+
+def test_a_layer_that_drops_other_weights_of_attention_stays(monkeypatch, caplog):
+    """Before the first step a model is in evaluation mode, where nobody drops any."""
+    own = Qwen3Attention.forward
+
+    def without_dropout(self, *args, **kwargs):
+        self.training = False
+        output = own(self, *args, **kwargs)
+        self.training = True
+        return output
+
+    monkeypatch.setattr(Qwen3Attention, "forward", functools.wraps(own)(without_dropout))
+    with fused(small("Qwen3").eval()) as lines:
+        assert lines == ()
+    assert "it hands attention dropout=0.125, the layer dropout=0.0" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's own look at its inputs
+def test_compiled_layers_run_their_own_forward():
+    """What was proven is not what a compiler makes of it, and dynamo cannot follow either forward in one graph."""
+    config = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    model = tiny_model("qwen3_5", **config)
+    with bind_references(model):
+        loss, before = loss_and_gradients(model)
+        with fused_layers(model, devices=("cpu",), tokens_per_batch=50) as lines:
+            for layer in model.model.layers:
+                layer.compile(backend="eager", fullgraph=True)
+            fused_loss, after = loss_and_gradients(model)
+    assert len(lines) == 2
+    assert fused_loss == loss
+    assert torch.equal(after, before)
+
+
+def test_a_second_derivative_is_refused_instead_of_wrong():
+    model = small("qwen3_5")
+    model.set_attn_implementation("eager")
+    with fused(model):
+        inputs, labels = packed_row(random_documents([9]))
+        weight = model.model.embed_tokens.weight
+        (gradient,) = torch.autograd.grad(summed_loss(model, inputs, labels), [weight], create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            gradient.square().sum().backward()
+
+
+def test_a_layer_that_holds_some_of_the_heads_runs():
+    """Split over GPUs: the config and out_features still name all of them (transformers' tensor parallelism)."""
+    layer = small("Qwen3").model.layers[0].self_attn
+    layer.q_proj.weight = torch.nn.Parameter(layer.q_proj.weight[16:])
+    layer.o_proj.weight = torch.nn.Parameter(layer.o_proj.weight[:, 16:])
+    layer.num_key_value_groups = 1
+    inputs = torch.randn(2, 5, 32), (torch.rand(2, 5, 16), torch.rand(2, 5, 16)), None
+    torch.testing.assert_close(attention_forward(one_plus=False)(layer, *inputs)[0], layer(*inputs)[0])
 
 
 def test_the_memory_trace_saves_what_the_real_functions_save():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
-from hf_speedkit.kernels.ran import StepKernels, functions_that_ran, never_ran, with_runs
+from hf_speedkit.kernels.ran import StepKernels, functions_that_ran, never_ran, stepped_aside, with_runs
 
 
 def check(function, evidence, verdict=KernelVerdict.FUSED):
@@ -69,6 +69,17 @@ def test_the_kernels_of_every_function_are_recognised_and_missed(expected, forwa
     assert run(forward, backward) == (True, True)
     assert run(forward) == (True, False)
     assert run() == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("names", "missing"), [([], "no forward and no backward"), (["qk_rotary_forward"], "no backward")]
+)
+def test_a_layer_that_went_on_with_its_own_forward_is_told_and_not_refused(names, missing):
+    runs = functions_that_ran(names, [check("qk_rotary", "hf_speedkit 0.1.0, largest error 1.0e-03"), CASES[0][0]])
+    (told,) = stepped_aside(runs)
+    assert told.startswith(f"qk_rotary of L: {missing} kernel among those of the step, so these layers run their own")
+    assert "qk_rotary" not in str(never_ran(runs))
+    assert never_ran(runs[:1]) is None
 
 
 def test_a_function_that_did_not_run_backward_is_refused_by_name():

@@ -9,6 +9,7 @@ from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback, Train
 
 from hf_speedkit import KernelAssertionCallback, SpeedSFTConfig, SpeedSFTTrainer, ThroughputCallback, TraceCallback
 from hf_speedkit.core.errors import KernelAssertionError
+from hf_speedkit.kernels.fused_layers import fused_layers
 from hf_speedkit.kernels.ran import StepKernels
 from hf_speedkit.trainer.attach import attach
 
@@ -70,6 +71,16 @@ def test_a_function_that_never_ran_stops_before_the_weights_are_touched_in_the_c
     assert 'KernelAssertionCallback(mode="warn")' in str(refused.value)
     assert trainer.state.global_step == 0
     assert all(torch.equal(a, b) for a, b in zip(watcher.weights, trainer.model.parameters(), strict=True))
+
+
+def test_hooks_that_come_after_the_proof_cost_a_kernel_and_not_the_job(tmp_path, caplog):
+    """Whatever looks at a model (a tracker's watch, say) hangs hooks on its norms when training begins."""
+    model = tiny_hybrid()
+    callback = on_a_cpu(KernelAssertionCallback(requirements=("qk_rotary",)), {("qk_rotary", "hf_speedkit"): NEVER})
+    with fused_layers(model, devices=("cpu",)):
+        trainer_of(tmp_path, callback, model=model, max_steps=1).train()
+    assert [run.backward for run in callback.runs if run.function == "qk_rotary"] == [False]
+    assert caplog.text.count("so these layers run their own forward") == 1
 
 
 def test_a_function_that_is_not_required_need_not_run(tmp_path):
