@@ -121,7 +121,9 @@ def _head_size(config: Any) -> int:
     parts = [getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
     if all(isinstance(part, int) for part in parts):
         return sum(part for part in parts if part is not None)
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    # Of Gemma 4 each layer has its own size, and the common config raises for it (transformers 5.23).
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    return max(int(getattr(x, "head_dim", None) or x.hidden_size // x.num_attention_heads) for x in layers)
 
 
 def varlen_attention(

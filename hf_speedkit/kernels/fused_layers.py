@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from hf_speedkit.kernels.fused_forwards import (
 )
 from hf_speedkit.kernels.gated_delta_forward import why_not_split
 from hf_speedkit.kernels.imports import installed_version, is_installed
+from hf_speedkit.kernels.layout import config_of
 
 if TYPE_CHECKING:
     import torch
@@ -176,13 +177,12 @@ def _groups(model: nn.Module, exclude: Sequence[str]) -> list[_Group]:
 
 def _heads(name: str, part: str, parent: Any) -> int:
     """How many rows a norm gets per position: one per head for those of single heads."""
-    heads: Any = 1
-    with suppress(RuntimeError):  # a config raises for what its layers do not share; the proof then has fewer rows
-        if part == GATED_NORM:
-            heads = getattr(parent, "num_v_heads", 1)
-        elif name in ("q_norm", "k_norm"):
-            config = getattr(parent, "config", None)
-            heads = getattr(config, "num_attention_heads" if name == "q_norm" else "num_key_value_heads", 1)
+    if part == GATED_NORM:
+        heads = getattr(parent, "num_v_heads", 1)
+    elif name in ("q_norm", "k_norm"):
+        heads = getattr(config_of(parent), "num_attention_heads" if name == "q_norm" else "num_key_value_heads", 1)
+    else:
+        heads = 1
     return heads if isinstance(heads, int) else 1
 
 

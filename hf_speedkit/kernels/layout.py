@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from types import CodeType, FunctionType, MethodType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
@@ -105,6 +105,16 @@ def live_layers(model: nn.Module) -> tuple[LiveLayer, ...]:
             )
         )
     return tuple(layers)
+
+
+def config_of(layer: Any) -> Any:
+    """The config of one layer, None without one: a model's common config raises for what its layers do not share.
+
+    transformers 5.23, integrations/heterogeneity/configuration_utils.py:287; Gemma 4 is such a model.
+    """
+    config, place = getattr(layer, "config", None), getattr(layer, "layer_idx", None)
+    several = getattr(config, "is_heterogeneous", False) and isinstance(place, int)
+    return config.per_layer_config[place] if config is not None and several else config
 
 
 def effective_forward(module: nn.Module) -> FunctionType | None:

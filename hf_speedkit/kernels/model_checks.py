@@ -192,7 +192,8 @@ def _is_ours(implementation: str) -> bool:
 
 
 def _score_bytes(config: Any, tokens_per_batch: int | None) -> str:
-    heads = getattr(config, "num_attention_heads", None)
+    # A config whose layers differ raises for what they do not share.
+    heads = None if getattr(config, "is_heterogeneous", False) else getattr(config, "num_attention_heads", None)
     if tokens_per_batch is None or not isinstance(heads, int):
         return ""
     # softmax runs in float32: 4 bytes per score (eager_attention_forward in each modeling file).

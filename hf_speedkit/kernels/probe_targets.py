@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_speedkit.core.records import KernelCheck
-from hf_speedkit.kernels.layout import effective_forward, names_used
+from hf_speedkit.kernels.layout import config_of, effective_forward, names_used
 from hf_speedkit.kernels.probe_inputs import Example, attention_example, convolution_example, delta_rule_example
 
 _RULE_SIZES = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
@@ -112,7 +112,7 @@ def _is_attention(module: nn.Module, kind: str) -> bool:
 
 
 def _attention_sizes(layer: Any) -> tuple[int, int, int] | None:
-    config = getattr(layer, "config", None)
+    config = config_of(layer)
     heads, key_heads = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     size = getattr(layer, "head_dim", None)
     if not isinstance(heads, int) or not isinstance(key_heads, int) or not isinstance(size, int):

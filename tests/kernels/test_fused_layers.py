@@ -14,12 +14,14 @@ from transformers import Gemma4TextConfig, Gemma4TextModel
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.core.records import KernelVerdict
+from hf_speedkit.kernels.attention import register, unsupported_reason
 from hf_speedkit.kernels.attention_parity import compare_attention
 from hf_speedkit.kernels.bindings import bind_references
 from hf_speedkit.kernels.fused_forwards import candidates, part_of
 from hf_speedkit.kernels.fused_layers import PARTS, fused_layer_checks, fused_layers
 from hf_speedkit.kernels.fused_parity import compare, multiplies_by_one_plus_weight
 from hf_speedkit.kernels.inspection import check_kernels
+from hf_speedkit.kernels.layout import config_of
 
 CPU = ("cpu",)
 
@@ -228,8 +230,14 @@ def test_a_config_that_raises_for_what_its_layers_do_not_share_stops_nothing():
     with pytest.raises(RuntimeError, match="per-layer attribute"):
         config.num_key_value_heads  # noqa: B018
     model = Gemma4TextModel(config)
-    with fused_layers(model, devices=CPU) as lines:
-        assert lines == ()
+    assert [config_of(layer.self_attn).num_key_value_heads for layer in model.layers] == [1, 1, 1, 2]
+    for attention in ("eager", register()):
+        model.set_attn_implementation(attention)
+        with fused_layers(model, devices=CPU) as lines:
+            assert lines == ()
+            check_kernels(model, probe=True, tokens_per_batch=64)
+    of_a_gpu = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
+    assert unsupported_reason(config, **of_a_gpu) == "head_dim 512 is above 256"
     del model.layers[0].self_attn.v_norm  # what is left looks like a layer that could be fused
     assert part_of(model.layers[0].self_attn) is None
 
