@@ -215,7 +215,8 @@ def _upcast(model: PreparedModel) -> Finding | None:
         f"AdamW's moments take {_gib(4 * more)} more, {_gib(4 * more / model.shards)} a rank",
         "accelerate 1.15 does so wherever FSDP2 meets mixed precision, and says it at level info only "
         "(utils/fsdp_utils.py:815)",
-        advice=f"bf16=False trains in {model.loaded_dtype} as loaded; leave it if small updates are to add up in fp32",
+        advice=f"bf16=False, and no mixed_precision in the launcher's config, trains in {model.loaded_dtype} as "
+        "loaded; leave it if small updates are to add up in fp32",
     )
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,21 @@ def failed_write(error: BaseException, run_dir: Path, name: str) -> BaseExceptio
         evidence=(said, f"{disk.free / _GIB:.2f} GiB free; last whole checkpoint: {good[0] if good else 'none'}"),
         mend=("free space" if full else "mend what is named") + ", then go on with resume_from_checkpoint=True",
     )
+
+
+@contextmanager
+def named_failures(run_dir: Path, name: str) -> Iterator[None]:
+    """Raise what fails while a checkpoint is written as `failed_write` says it.
+
+    Args:
+        run_dir, name: see `failed_write`.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        raise failed_write(error, run_dir, name) from error
 
 
 def rotate(run_dir: Path, *, keep: int | None, newest: Path, best: str | None) -> None:

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.api import CheckpointException
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
@@ -24,8 +23,8 @@ from hf_speedkit.trainer.checkpoint_folder import (
     UNFINISHED_NAME,
     checkpoint_bytes,
     clean_leftovers,
-    failed_write,
     manifest_of,
+    named_failures,
     publish,
     require_space,
     rotate,
@@ -115,8 +114,9 @@ class SafeCheckpoints(StreamedBatches):
         with self._writing_to(folder.parent):
             agree(partial(self._write_checkpoint, model, trial, folder, run_dir))
         # Behind an exchange: the process that answers for what is nobody's own must find all of it.
-        written = gather_agreed(partial(self._checked_files, folder))
-        agree(partial(self._end_save, folder, run_dir, written))
+        with named_failures(run_dir, folder.name):
+            written = gather_agreed(partial(self._checked_files, folder))
+            agree(partial(self._end_save, folder, run_dir, written))
         if self._push_wanted:
             self._push_wanted = False
             super()._push_from_checkpoint(str(run_dir / folder.name))
@@ -135,10 +135,8 @@ class SafeCheckpoints(StreamedBatches):
         require_space(run_dir, checkpoint_bytes(self.model, self.optimizer, adapters_only=is_adapter_model(self.model)))
 
     def _write_checkpoint(self, model: Any, trial: Any, folder: Path, run_dir: Path) -> None:
-        try:
+        with named_failures(run_dir, folder.name):
             super()._save_checkpoint(model, trial)
-        except (Exception, CheckpointException) as error:
-            raise failed_write(error, run_dir, folder.name) from error
         self.save_stream_state(folder)
         if self.args.should_save and is_sharded(folder):
             describe_model(self.model, self.processing_class, folder)
@@ -271,6 +269,10 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
             require_space(run_dir, size, what="the model at the end")
         except CheckpointError as error:
             logger.warning('save_strategy is "no", so nothing but a final model will be kept, if that: %s', error.what)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """From the first step on there is something to save."""
+        self._trainer.stop_signal.listen()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Save and stop where any rank was told to, at the same step on all of them."""

@@ -20,7 +20,7 @@ from hf_speedkit.trainer.config_rules import (
     check_choices,
     settle_packing,
 )
-from hf_speedkit.trainer.launching import refuse_lost_fp8, refuse_optimizer
+from hf_speedkit.trainer.launching import refuse_lost_fp8, refuse_optimizer, take_launchers_precision
 
 
 @dataclass
@@ -241,6 +241,7 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         asked = os.environ.get("ACCELERATE_MIXED_PRECISION")
         super().__post_init__()
         refuse_lost_fp8(asked, self.mixed_precision)
+        take_launchers_precision(self)
         refuse_optimizer(self.optim, 0 if self.use_cpu else (self.fsdp_plugin_args or {}).get("fsdp_version"))
         # `stop_signals` does what that is for, at one step on all ranks (see trainer/stop_signal.py).
         self.enable_jit_checkpoint = False

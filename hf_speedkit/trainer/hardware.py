@@ -62,6 +62,8 @@ def require_hardware(settings: Mapping[str, object], *, command: str, world_size
     """
     from hf_speedkit.measure.environment import visible_gpus
 
+    if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") in ("bf16", "fp16"):
+        settings = {**settings, "bf16": True}  # see launching.take_launchers_precision
     missing = find_missing_hardware(
         settings,
         gpus=visible_gpus(),

@@ -7,11 +7,15 @@ Light: neither torch nor transformers is imported here.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, MutableMapping
+from typing import Any
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.trainer.hardware import is_on
+
+logger = logging.getLogger(__name__)
 
 _REPLICAS, _SHARDS = "PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "PARALLELISM_CONFIG_DP_SHARD_SIZE"
 
@@ -29,7 +33,7 @@ def announce_sharding(settings: Mapping[str, object], environment: MutableMappin
         environment: os.environ unless given.
 
     Raises:
-        ConfigurationError: hybrid sharding without FSDP2, or over hosts of different size.
+        ConfigurationError: hybrid sharding without FSDP2, over hosts of different size, or of one process each.
     """
     environment = os.environ if environment is None else environment
     world, local = (int(environment.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
@@ -45,6 +49,13 @@ def announce_sharding(settings: Mapping[str, object], environment: MutableMappin
     environment.setdefault("FSDP_VERSION", str(config.get("version", 2)))
     environment.setdefault("FSDP_STATE_DICT_TYPE", str(config.get("state_dict_type", "FULL_STATE_DICT")))
     if hybrid and _REPLICAS not in environment:
+        if local == 1:
+            raise ConfigurationError(
+                "hybrid_sharding with one process on this host: every GPU would hold the whole model",
+                evidence=(f"LOCAL_WORLD_SIZE is {environment.get('LOCAL_WORLD_SIZE', 'not set')}, WORLD_SIZE {world}",),
+                mend="start the processes of a host by torchrun or accelerate launch, which say how many they are",
+                regardless="hybrid_sharding: false shards over all GPUs",
+            )
         if world % local:
             raise ConfigurationError(
                 f"hybrid_sharding over {world} processes with {local} on this host: the hosts differ in size",
@@ -74,6 +85,25 @@ def refuse_lost_fp8(asked: str | None, got: str) -> None:
             mend="bf16=False keeps fp8",
             regardless=f"accelerate launch --mixed_precision {got} is what would run",
         )
+
+
+def take_launchers_precision(args: Any) -> None:
+    """Say mixed precision that the launcher alone asks for in the settings as well, where plans and metrics look.
+
+    transformers 5.23 hands it to accelerate all the same (training_args.py:1614), whose own config files ask for bf16:
+    under FSDP2 it then holds fp32 weights, gradients and moments, twice the memory.
+
+    Args:
+        args: TrainingArguments, made; `bf16` or `fp16` of it is set.
+    """
+    asked = args.mixed_precision
+    if asked not in ("bf16", "fp16") or getattr(args, asked):
+        return
+    setattr(args, asked, True)
+    logger.warning(
+        "the launcher asks for %s mixed precision, so it is on although the settings say %s=False; to turn it off: "
+        'accelerate launch --mixed_precision no, or mixed_precision: "no" in its config file', asked, asked,
+    )  # fmt: skip
 
 
 def refuse_optimizer(optim: object, fsdp_version: object, environment: Mapping[str, str] | None = None) -> None:

@@ -243,6 +243,7 @@ class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
             refuse_existing_run(self.args.output_dir, self._existing_run)
         self._existing_run = None  # from here on what lies there is ours
         with ExitStack() as self._running:
+            self._running.enter_context(self.startup.watched())  # sharding and loading can fail on one rank alone
             if self.trace is not None:
                 self._running.enter_context(self.trace.closing())
             output = super().train(resume_from_checkpoint, *args, **kwargs)

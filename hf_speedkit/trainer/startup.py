@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,6 @@ class StartupProof(FirstStep):
         """Make the layers ready and prove them, or stop all ranks with one message."""
         trainer = self._trainer
         self.resumed_at = state.global_step
-        trainer.until_trained(self._watch.running())
         trainer.restore_token_total(load_totals(state))
         agree(partial(self._compare_documents, state))
         self.findings = preflight(trainer, self._loaded)
@@ -75,6 +74,10 @@ class StartupProof(FirstStep):
             agree(trainer.prepare_layers)
         self.prove()
         self.expect(self._trainer.kernel_mode)
+
+    def watched(self) -> AbstractContextManager[None]:
+        """The ranks watch one another for the time of the context; see `RankWatch`."""
+        return self._watch.running()
 
     @property
     def kernels(self) -> tuple[KernelCheck, ...]:

@@ -49,32 +49,39 @@ class StopSignal:
         self._ended = multiprocessing.Event()
         self._ended.set()
         self._wanted = False
+        self._heard: list[signal.Signals] | None = None
         self._flags: torch.Tensor | None = None
         self._arrived: Any = None
 
     @contextmanager
     def installed(self, wanted: bool = True) -> Iterator[None]:
-        """Listen while training runs. A handler that somebody else has set is left alone.
-
-        A repeated signal changes nothing: torchrun and Slurm may both deliver one.
-        """
-        self.received = self.stopped_by = self._flags = self._arrived = None
+        """Listen while training runs, from `listen` on."""
+        self.received = self.stopped_by = self._flags = self._arrived = self._heard = None
         # From the settings alone: all ranks must agree on what their numbers carry.
         self._wanted = wanted and bool(self._numbers)
-        # Python allows handlers in the main thread only.
-        main_thread = threading.current_thread() is threading.main_thread()
-        numbers = self._numbers if wanted and main_thread else []
-        free = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
-        for number in free:
-            signal.signal(number, self._receive)
         self._ended.clear()
         try:
             yield
         finally:
             self._ended.set()
             self._wanted = False
-            for number in free:
+            for number in self._heard or ():
                 signal.signal(number, signal.SIG_DFL)
+
+    def listen(self) -> None:
+        """Take the signals; belongs at the beginning of every step. A handler that somebody else has set is left alone.
+
+        Before the first step there is nothing to save, and a process that waits in a collective for one that failed
+        while it started must end when its launcher says so. A repeated signal changes nothing: torchrun and Slurm may
+        both deliver one.
+        """
+        if self._heard is not None or not self._wanted:
+            return
+        # Python allows handlers in the main thread only.
+        numbers = self._numbers if threading.current_thread() is threading.main_thread() else []
+        self._heard = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+        for number in self._heard:
+            signal.signal(number, self._receive)
 
     def spare_workers(self, loader: Any) -> Any:
         """Let a loader's workers ignore the signals while training runs; must come before the loader is iterated.

@@ -346,6 +346,24 @@ def test_a_save_that_fails_says_so_and_names_the_checkpoint_that_is_left(copy, e
     assert failed_write(other, copy, "checkpoint-6") is other
 
 
+@pytest.mark.parametrize("at", [".safetensors", MANIFEST_NAME])
+def test_a_quota_that_shows_when_files_are_flushed_is_named_as_well(tmp_path, monkeypatch, at):
+    """NFS and delayed allocation take a write and refuse the flush."""
+    flush = os.fsync
+
+    def refuse(descriptor):
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if "checkpoint-4" in path.parts and path.name.endswith(at):
+            raise OSError(122, "Disk quota exceeded")
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(CheckpointError, match="checkpoint-4 could not be written: the disk is full, or a quota") as no:
+        small(tmp_path).train()
+    assert "last whole checkpoint: checkpoint-2" in str(no.value)
+    assert names(tmp_path) == [UNFINISHED_NAME, "checkpoint-2"]
+
+
 def test_a_disk_that_fills_up_leaves_the_last_good_checkpoint(tmp_path, monkeypatch):
     class FillsUp(TrainerCallback):
         def on_step_end(self, args, state, control, **_):
@@ -482,6 +500,23 @@ def test_signals_are_left_alone_where_no_checkpoint_could_be_written_or_none_is_
 
     small(tmp_path, max_steps=1, callbacks=[Looks()], **changes).train()
     assert seen == [signal.SIG_DFL]
+
+
+def test_a_signal_before_the_first_step_ends_the_process_as_ever_since_nothing_is_there_to_save(tmp_path):
+    """Deaf to it, a rank that waits for one that failed while starting would outlive torchrun's SIGTERM by minutes."""
+    seen = []
+
+    class Looks(TrainerCallback):
+        def on_train_begin(self, *_, **__):
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+        def on_step_end(self, *_, **__):
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    trainer = small(tmp_path, max_steps=2, save_steps=50, callbacks=[Looks()])
+    trainer.train()
+    assert seen == [signal.SIG_DFL, trainer.stop_signal._receive, trainer.stop_signal._receive]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_somebody_elses_handler_stays(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.core.errors import ConfigurationError, HardwareError
 from hf_speedkit.trainer.launching import announce_sharding, refuse_lost_fp8, refuse_optimizer, refuse_split_rows
 
 JOB = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "FULL_STATE_DICT"}}
@@ -57,6 +57,14 @@ def test_hosts_of_different_size_are_refused():
         announce_sharding({**JOB, "hybrid_sharding": True}, {"WORLD_SIZE": "12", "LOCAL_WORLD_SIZE": "8"})
 
 
+@pytest.mark.parametrize("local", [{}, {"LOCAL_WORLD_SIZE": "1"}], ids=["not said", "one"])
+def test_hybrid_sharding_over_hosts_of_one_process_is_refused_since_nothing_would_be_sharded(local):
+    """srun without torchrun sets no LOCAL_WORLD_SIZE: every GPU would have held all of a 27B."""
+    with pytest.raises(ConfigurationError, match="every GPU would hold the whole model") as refused:
+        announce_sharding({**JOB, "hybrid_sharding": True}, {"WORLD_SIZE": "16", **local})
+    assert "torchrun" in str(refused.value)
+
+
 @pytest.mark.parametrize("name", ["cp_size", "sp_size", "tp_size"])
 def test_v05_rows_that_the_launcher_would_split_are_refused(name):
     launched = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", f"PARALLELISM_CONFIG_{name.upper()}": "2"}
@@ -75,6 +83,27 @@ def test_fp8_that_the_settings_turned_into_bf16_is_refused(monkeypatch, tmp_path
     SpeedSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
     refuse_lost_fp8(None, "bf16")
     refuse_lost_fp8("bf16", "bf16")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "no"])
+def test_v38_mixed_precision_that_only_the_launcher_asks_for_is_in_the_settings_and_the_plan(
+    monkeypatch, tmp_path, caplog, precision
+):
+    """accelerate's own config files ask for bf16, and it then holds fp32 weights whatever `bf16: false` says."""
+    from hf_speedkit import SpeedSFTConfig
+    from hf_speedkit.trainer.hardware import require_hardware
+    from hf_speedkit.trainer.memory_settings import setting_of
+
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+    args = SpeedSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, fsdp=True)
+    mixed = precision != "no"
+    assert (args.bf16, bool(args.fp16)) == (precision == "bf16", precision == "fp16")
+    assert ("the launcher asks for" in caplog.text) is mixed
+    planned = setting_of(args, lora=False, quantized=False, dtype="bfloat16")
+    assert planned.name == ("fp32 master weights" if mixed else "pure bf16")
+    job = {"expected_parameters": 26.9e9, "dtype": "bfloat16", "bf16": False, "fsdp": True}
+    with pytest.raises(HardwareError, match=r"400\.8 GiB" if mixed else r"200\.4 GiB"):
+        require_hardware(job, command="", world_size=2)
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,23 @@ def test_a_second_training_is_watched_like_the_first(monkeypatch):
         assert watch._beat_of(0).doing == "has left training"
 
 
+def test_a_rank_that_fails_while_its_model_is_prepared_tells_the_others(tmp_path, monkeypatch):
+    """Before the start-up checks: out of memory while sharding, a checkpoint that does not load."""
+    from checkpoint_run import build
+    from support import tiny_llama
+
+    monkeypatch.setattr("atexit.register", lambda *_, **__: None)  # this process is not to end soon
+    trainer = build(tmp_path, model=tiny_llama(), max_steps=1, save_strategy="no")
+    watch = trainer.startup._watch
+    watch._store, watch._ranks = dist.HashStore(), 2
+    monkeypatch.setattr(watch, "_connect", lambda: True)
+    monkeypatch.setattr(trainer, "create_optimizer", lambda *_: (_ for _ in ()).throw(MemoryError("planted")))
+    with pytest.raises(MemoryError):
+        trainer.train()
+    assert watch._store.check(["failed"])
+    assert "rank 0 failed after step 0: MemoryError: planted" in json.loads(watch._store.get("failed"))["text"]
+
+
 @pytest.mark.parametrize(("code", "finished", "failed"), [(0, True, False), (0, False, True), (1, True, True)])
 def test_a_process_that_exits_well_after_its_last_step_has_left_and_did_not_fail(monkeypatch, code, finished, failed):
     monkeypatch.setattr("atexit.register", lambda *_, **__: None)  # this process is not to end soon
