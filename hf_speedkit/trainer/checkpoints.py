@@ -208,6 +208,19 @@ class SafeCheckpoints(StreamedBatches):
 
     # ---- resuming ---------------------------------------------------------------------------------------------------
 
+    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Trainer's; of a run that is over, no step more is trained.
+
+        transformers 5.23 (trainer.py:1658, 1963) compares the steps behind a step alone, so it would train one.
+        """
+        epochs, batches = super()._init_training_state(max_steps, *args, **kwargs)
+        if not 0 < max_steps <= self.state.global_step:
+            return epochs, batches
+        if self.args.process_index == 0:
+            step = self.state.global_step
+            logger.warning("checkpoint-%d has %d of %d steps: nothing is left to train", step, step, max_steps)
+        return self.state.num_train_epochs, 0
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Also a sharded checkpoint into a model that is not sharded."""
         if self.is_fsdp_enabled or not is_sharded(resume_from_checkpoint):

@@ -150,6 +150,21 @@ def test_without_any_good_checkpoint_the_refusal_says_why_of_each(copy, tmp_path
     assert settle_resume(None, copy, Reader()) is None
 
 
+@pytest.mark.parametrize("max_steps", [4, 3])
+def test_a_run_that_is_over_trains_no_step_more_when_it_is_started_again(copy, run, caplog, max_steps):
+    """As a job is that was killed while it wrote its final model, and queued again with resume_from_checkpoint auto."""
+    recorder = Recorder()
+    again = small(copy, max_steps=max_steps, callbacks=[recorder])
+    with caplog.at_level(logging.WARNING, logger="hf_speedkit"):
+        again.train(resume_from_checkpoint="auto")
+    assert recorder.rows == []
+    assert again.state.global_step == 4
+    assert names(copy) == ["checkpoint-2", "checkpoint-4"]
+    assert f"checkpoint-4 has 4 of {max_steps} steps: nothing is left to train" in caplog.text
+    assert losses(again) == run[1]
+    again.summary()
+
+
 def in_parts(checkpoint, *, lose):
     """Weights in two files and an index, as a model of more than 50 GB is saved."""
     whole = load_file(checkpoint / "model.safetensors")
