@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hf_speedkit.core.errors import PackingError
+from hf_speedkit.packing.documents import document_lengths
 
 if TYPE_CHECKING:
     from transformers import TrainerState
@@ -126,6 +127,44 @@ def refuse_other_documents(saved: object, now: str) -> None:
             mend="resume with the data, chat template and masks of the saved run",
             regardless=GO_ON,
         )
+
+
+def data_of_rank(state: TrainerState, evaluation: Any) -> dict[str, str]:
+    """A checksum of what this rank trains on and one of each evaluation set; streams and untokenized rows have none.
+
+    Args:
+        state: the Trainer's, behind `compare_documents`.
+        evaluation: the Trainer's evaluation data: one set, several by name, or None.
+    """
+    noted = [state.stateful_callbacks.get(key) for key in (ORDER_KEY, DATA_KEY)]
+    found = {"the training data": hashlib.sha256(repr(noted).encode()).hexdigest()}
+    sets = evaluation if isinstance(evaluation, Mapping) else {"": evaluation}
+    for name, dataset in sets.items():
+        if hasattr(dataset, "__len__") and "input_ids" in (getattr(dataset, "column_names", None) or ()):
+            lengths = hashlib.sha256(document_lengths(dataset).tobytes()).hexdigest()
+            words = digest(dataset[index] for index in sampled(len(dataset)))
+            found[f"the evaluation data {name}".rstrip()] = lengths + words
+    return found
+
+
+def refuse_ranks_apart(ranks: Sequence[Mapping[str, str]]) -> None:
+    """Refuse ranks whose data differ: documents would be lost or seen twice, and the ranks run out at different steps.
+
+    Args:
+        ranks: `data_of_rank` of every rank, in rank order, the same on all of them.
+
+    Raises:
+        PackingError: with the ranks that differ from rank 0.
+    """
+    for what in {name: None for rank in ranks for name in rank}:
+        apart = [number for number, rank in enumerate(ranks) if rank.get(what) != ranks[0].get(what)]
+        if apart:
+            raise PackingError(
+                f"{len(apart)} of {len(ranks)} ranks have other documents than rank 0 in {what}",
+                evidence=(f"rank {', '.join(map(str, apart[:8]))}: lengths, tokens or targets differ",),
+                mend="give every rank the same documents in the same order; the trainer shares them out itself "
+                "(a filter that draws at random needs a seed)",
+            )
 
 
 def sampled(count: int) -> list[int]:

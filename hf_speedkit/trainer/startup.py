@@ -17,7 +17,7 @@ from hf_speedkit.kernels.fla_convolution import through_fla
 from hf_speedkit.kernels.inspection import assert_kernels, check_kernels
 from hf_speedkit.packing.boundaries import check_packed_batch
 from hf_speedkit.packing.isolation import assert_isolation
-from hf_speedkit.trainer.agreement import agree, say_once
+from hf_speedkit.trainer.agreement import agree, gather_agreed, say_once
 from hf_speedkit.trainer.before_loading import loading_settings
 from hf_speedkit.trainer.communication import corrected_gathers
 from hf_speedkit.trainer.first_step import FirstStep
@@ -27,7 +27,7 @@ from hf_speedkit.trainer.module_mode import in_mode
 from hf_speedkit.trainer.preflight import check_wrap_class, preflight
 from hf_speedkit.trainer.prepared import loaded_weights
 from hf_speedkit.trainer.rank_watch import RankWatch
-from hf_speedkit.trainer.resume_data import compare_documents, padded_order
+from hf_speedkit.trainer.resume_data import compare_documents, data_of_rank, padded_order, refuse_ranks_apart
 from hf_speedkit.trainer.saved_totals import load_totals
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class StartupProof(FirstStep):
         trainer = self._trainer
         self.resumed_at = state.global_step
         trainer.restore_token_total(load_totals(state))
-        agree(partial(self._compare_documents, state))
+        refuse_ranks_apart(gather_agreed(partial(self._compare_documents, state)))
         self.findings = preflight(trainer, self._loaded)
         gathers = corrected_gathers(
             trainer.model,
@@ -84,7 +84,7 @@ class StartupProof(FirstStep):
         """One check per function: what was found before step 1 and, on a GPU, seen in it."""
         return self.checks
 
-    def _compare_documents(self, state: TrainerState) -> None:
+    def _compare_documents(self, state: TrainerState) -> dict[str, str]:
         trainer = self._trainer
         compare_documents(
             state,
@@ -94,6 +94,7 @@ class StartupProof(FirstStep):
             streamed=trainer.stream is not None,
             padded=None if trainer.packing_active else padded_order(trainer.args, trainer.train_dataset),
         )
+        return data_of_rank(state, trainer.eval_dataset)
 
     def prove(self) -> None:
         """Kernels, the real batch, isolation; every rank must call it.

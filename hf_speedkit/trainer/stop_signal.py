@@ -56,7 +56,7 @@ class StopSignal:
     @contextmanager
     def installed(self, wanted: bool = True) -> Iterator[None]:
         """Listen while training runs, from `listen` on."""
-        self.received = self.stopped_by = self._flags = self._arrived = self._heard = None
+        self.received = self.stopped_by = self._flags = self._arrived = None
         # From the settings alone: all ranks must agree on what their numbers carry.
         self._wanted = wanted and bool(self._numbers)
         self._ended.clear()
@@ -65,8 +65,7 @@ class StopSignal:
         finally:
             self._ended.set()
             self._wanted = False
-            for number in self._heard or ():
-                signal.signal(number, signal.SIG_DFL)
+            self._release()
 
     def listen(self) -> None:
         """Take the signals; belongs at the beginning of every step. A handler that somebody else has set is left alone.
@@ -78,10 +77,16 @@ class StopSignal:
         if self._heard is not None or not self._wanted:
             return
         # Python allows handlers in the main thread only.
-        numbers = self._numbers if threading.current_thread() is threading.main_thread() else []
+        main_thread = threading.current_thread() is threading.main_thread()
+        numbers = self._numbers if main_thread else []
         self._heard = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
         for number in self._heard:
             signal.signal(number, self._receive)
+
+    def _release(self) -> None:
+        for number in self._heard or ():
+            signal.signal(number, signal.SIG_DFL)
+        self._heard = None
 
     def spare_workers(self, loader: Any) -> Any:
         """Let a loader's workers ignore the signals while training runs; must come before the loader is iterated.

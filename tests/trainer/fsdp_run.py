@@ -263,6 +263,8 @@ def scenarios(path, rank):
     yield "mixed", refused(path / "mixed", model=mixed, max_steps=1, **sharded)
     twice = {"activation_checkpointing": True, "plugin": {"activation_checkpointing": True}}
     yield "twice", refused(path / "twice", max_steps=1, **twice, **sharded)
+    rows = [9, 4, 17, 2, 30, 8, 8, 21 + rank]
+    yield "other rows", refused(path / "rows", data=tokenized(rows), max_steps=1, **sharded)
     one_unit = {"auto_wrap_policy": "no_wrap", "transformer_cls_names_to_wrap": None}
     yield "one unit", rules(trained(path / "unit", max_steps=1, plugin=one_unit, **sharded)[0])
     with pytest.MonkeyPatch.context() as monkey:

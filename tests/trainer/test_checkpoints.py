@@ -40,7 +40,7 @@ from hf_speedkit.trainer.checkpoint_folder import (
     rotate,
 )
 from hf_speedkit.trainer.resume import Reader, check_kind, settle_resume
-from hf_speedkit.trainer.resume_data import compare_documents
+from hf_speedkit.trainer.resume_data import compare_documents, data_of_rank, refuse_ranks_apart
 from hf_speedkit.trainer.resume_model import refuse_missing_weights
 
 Usage = namedtuple("Usage", "total used free")
@@ -443,6 +443,28 @@ def test_a_resume_on_rows_of_another_kind_is_refused_unless_the_data_begins_anew
                 assert "ignore_data_skip=True" in str(refused.value)
             compared(ignore=True)
             compared(ignore=False)
+
+
+def test_v35_ranks_with_other_evaluation_rows_are_told_apart_and_like_ones_are_not():
+    """Each rank counts its own rows: one would evaluate once more than the other, and wait."""
+    state = TrainerState()
+
+    def rank(*sets, **named):
+        return data_of_rank(state, named or (sets[0] if sets else None))
+
+    same = [rank(tokenized([5, 6])), rank(tokenized([5, 6]))]
+    refuse_ranks_apart(same)
+    refuse_ranks_apart([rank(), rank()])
+    refuse_ranks_apart([rank(a=tokenized([5]), b=tokenized([6]))] * 2)
+    for ranks, what in (
+        ([same[0], rank(tokenized([5, 7]))], "the evaluation data"),
+        ([same[0], rank(tokenized([5, 6], targets_from=1))], "the evaluation data"),
+        ([rank(), same[0]], "the evaluation data"),
+        ([rank(a=tokenized([5]), b=tokenized([6])), rank(a=tokenized([5]), b=tokenized([7]))], "the evaluation data b"),
+    ):
+        with pytest.raises(PackingError, match=f"1 of 2 ranks have other documents than rank 0 in {what}\n") as refused:
+            refuse_ranks_apart(ranks)
+        assert "rank 1:" in str(refused.value)
 
 
 def test_a_resume_with_other_targets_in_documents_of_the_same_lengths_is_refused(copy):

@@ -122,6 +122,14 @@ def test_v34_a_slow_rank_and_rows_without_targets_hold_nobody_up(ranks):
 
 
 @two
+def test_v34_a_rank_with_a_document_of_another_length_stops_both_before_step_1(ranks):
+    for said in ranks:
+        assert said["other rows"].startswith(
+            "PackingError: 1 of 2 ranks have other documents than rank 0 in the training data"
+        )
+
+
+@two
 def test_v38_weights_upcast_by_accelerate_are_named_and_follow_small_updates(ranks):
     assert ranks[0]["upcast dtype"] == "torch.float32"
     assert "loaded in bfloat16 and are held in float32" in ranks[0]["upcast"]["upcast"]
