@@ -189,7 +189,8 @@ class OffloadChoice(TrainerCallback):  # type: ignore[misc]
 
     def _begin(self, chosen: Offloading, arena: HostArena, device: torch.device) -> None:
         recompute = self._recompute
-        places = spread(chosen.layers, recompute.checkpointed)
+        bare = recompute.checkpointed - recompute.with_products  # they compute everything twice
+        places = spread(chosen.layers, bare if chosen.layers <= bare else recompute.checkpointed)
         recompute.offload(places)
         self._offload = ActivationOffload(recompute.modules, places, arena, device, copy_layers=chosen.copy_layers)
 

@@ -158,6 +158,17 @@ def test_a_number_of_layers_changes_no_weight_and_is_undone(tmp_path, small, lay
     assert said in trainer.summary().changed_layers
 
 
+def test_layers_that_keep_no_products_go_to_the_host_first(tmp_path, small):
+    trainer = trainer_for(tmp_path, activation_checkpointing=True, max_steps=1)
+    recompute, choice = trainer.recompute, offload_choice_of(trainer)
+    trainer.train()
+    for with_products, places in ((2, {0, 1}), (3, {0, 2})):
+        recompute.with_products = with_products
+        choice._begin(Offloading(2, 1.0), HostArena(pinned=False), CPU)
+        assert recompute.offloaded == places
+        choice._offload.close()
+
+
 def test_settings_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="none, auto, or a number"):
         trainer_for(tmp_path, activation_offloading_layers="many")
