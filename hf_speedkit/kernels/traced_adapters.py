@@ -56,6 +56,7 @@ def _adapted_linear(base: nn.Linear, rank: int | None, dtype: torch.dtype, four_
         def __init__(self) -> None:
             super().__init__()
             self.base = base
+            self.in_features, self.out_features = base.in_features, base.out_features  # as peft's layers say them
             self.down = None if rank is None else nn.Linear(base.in_features, rank, bias=False, dtype=dtype)
             self.up = None if rank is None else nn.Linear(rank, base.out_features, bias=False, dtype=dtype)
 
