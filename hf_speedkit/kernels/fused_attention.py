@@ -23,6 +23,9 @@ QK_ROTARY = "qk_rotary"
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NORMS = ("q_norm", "k_norm")
 
+_MOST_ELEMENTS = 2**31
+"""Of the queries: the kernels find a head by its number times its stride in 32 bits."""
+
 _ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")
 """What a layer's own forward takes, in this order; any other may change what it computes."""
 
@@ -95,7 +98,7 @@ def attention_forward(*, one_plus: bool, norm_and_rotate: Any = None, gated: Any
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> Any:
-        own, turns = type(self).forward, _can_turn(position_embeddings, hidden_states, self.head_dim)
+        own, turns = type(self).forward, _can_turn(self, hidden_states, position_embeddings)
         if past_key_values is not None or not turns or norms_have_hooks(self) or is_compiling():
             kwargs |= {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
             return own(self, hidden_states=hidden_states, past_key_values=past_key_values, **kwargs)
@@ -138,15 +141,18 @@ def _attention_of(module: Any, own: Any) -> Any:
     return names["ALL_ATTENTION_FUNCTIONS"].get_interface(implementation, names["eager_attention_forward"])
 
 
-def _can_turn(tables: Any, hidden_states: Tensor, head_dim: int) -> bool:
+def _can_turn(module: Any, hidden_states: Tensor, tables: Any) -> bool:
     """Whether positions come as cosine and sine [B or 1, T, R]: the comparison makes its own, not the model's."""
     if not isinstance(tables, tuple) or len(tables) != 2 or hidden_states.ndim != 3:
         return False
     (cos, sin), (batch, slots, _) = tables, hidden_states.shape
     if cos.ndim != 3 or cos.shape != sin.shape or cos.requires_grad or sin.requires_grad:
         return False
+    if batch * slots * module.q_proj.out_features >= _MOST_ELEMENTS:
+        return False
     rotary_dim = cos.shape[-1]
-    return cos.shape[0] in (1, batch) and cos.shape[1] == slots and rotary_dim % 2 == 0 and rotary_dim <= head_dim
+    fits = cos.shape[0] in (1, batch) and cos.shape[1] == slots
+    return fits and rotary_dim % 2 == 0 and rotary_dim <= module.head_dim
 
 
 def norms_have_hooks(module: Any) -> bool:

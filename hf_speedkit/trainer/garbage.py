@@ -14,6 +14,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+_FROZEN_BY_PYTHON = 1_000
+"""Objects at most that Python has frozen by itself: 3.12.1 starts with 375. With asyncio imported there are 15,272."""
+
 
 class QuietGarbage(TrainerCallback):  # type: ignore[misc]
     """Freezes what lives behind step 1 (`gc.freeze`) until training ends or fails.
@@ -28,7 +31,7 @@ class QuietGarbage(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Wait for the first step, unless someone froze objects already and so looks after this."""
-        self._waits = gc.isenabled() and not gc.get_freeze_count()
+        self._waits = gc.isenabled() and gc.get_freeze_count() <= _FROZEN_BY_PYTHON
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Once, behind the first step: it has made what the others keep."""

@@ -262,6 +262,16 @@ def test_a_second_derivative_is_refused_instead_of_wrong():
             gradient.square().sum().backward()
 
 
+def test_rows_beyond_32_bits_go_to_the_layers_own_forward(monkeypatch):
+    layer = small("Qwen3").model.layers[0].self_attn
+    called = []
+    monkeypatch.setattr(type(layer), "forward", lambda self, **kwargs: called.append(kwargs))
+    row = torch.empty(1, 2**26, 32, device="meta")
+    tables = (torch.empty(1, 2**26, 16, device="meta"),) * 2
+    attention_forward(one_plus=False)(layer, row, tables)
+    assert called
+
+
 def test_a_layer_that_holds_some_of_the_heads_runs():
     """Split over GPUs: the config and out_features still name all of them (transformers' tensor parallelism)."""
     layer = small("Qwen3").model.layers[0].self_attn
