@@ -91,6 +91,13 @@ def check_choices(config: Any) -> None:
                 f"{name}={value!r} is not a choice", mend=f"{name} is one of: {', '.join(choices)}"
             )
 
+    import torch
+
+    if config.activation_offloading and not torch.accelerator.is_available():
+        raise ConfigurationError(  # TRL 1.16: AttributeError: 'NoneType' object has no attribute 'type'
+            "activation_offloading moves activations from a GPU to the host, and there is no GPU",
+            mend="leave activation_offloading out",
+        )
     for name, words in (
         ("activation_checkpointing_layers", ("auto", "all")),
         ("activation_offloading_layers", ("none", "auto")),

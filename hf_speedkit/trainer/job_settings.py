@@ -67,11 +67,17 @@ def require_named(job: Mapping[str, Any]) -> None:
     """Refuse a job whose model or data are not named, or lie at a path where there is nothing.
 
     Args:
-        job: see `settings`. Read here: `tiny_chat` (needs neither), `model_name_or_path`, `dataset_name`.
+        job: see `settings`. Read here: `tiny_chat` (needs neither), `model_name_or_path`, `dataset_name`,
+            `eval_strategy` (the recipe has no evaluation set, which transformers says after the model is loaded).
 
     Raises:
         ConfigurationError: the setting to write, or the path that is not there.
     """
+    if str(job.get("eval_strategy") or "no") != "no":
+        raise ConfigurationError(
+            f"eval_strategy is {job['eval_strategy']!r}, and the recipe has no evaluation set",
+            mend="leave eval_strategy out, or give SpeedSFTTrainer an eval_dataset in a copy of the recipe",
+        )
     if is_on(job.get("tiny_chat")):
         return
     for name, example in (("model_name_or_path", "Qwen/Qwen3.8-27B"), ("dataset_name", "HuggingFaceH4/ultrachat_200k")):
@@ -98,15 +104,20 @@ def unusable(message: str, file: str, *, known: Iterable[str]) -> ConfigurationE
     """
     unknown = [name.replace("-", "_") for name in re.findall(r"'--([\w-]+)", message)]
     if not unknown:
+        quotes = (
+            'write "no" in quotes, which YAML reads as False without them. ' if message.startswith("False ") else ""
+        )
         return ConfigurationError(
             f"a setting cannot be used: {message}",
-            mend=f"correct it in {file} or on the command line; --help lists all settings",
+            mend=f"{quotes}correct it in {file} or on the command line; --help lists all settings",
         )
-    meant = {name: difflib.get_close_matches(name, list(known), n=1) for name in unknown}
+    settings_known = list(known)
+    meant = [close for name in unknown for close in difflib.get_close_matches(name, settings_known, n=1)]
+    # Not evidence: below a launcher's traceback only the first and the last lines are said again.
+    guess = f"did you mean {', '.join(meant)}? " if meant else ""
     return ConfigurationError(
         f"there is no setting {', '.join(unknown)}",
-        evidence=tuple(f"{name}: did you mean {close[0]}?" for name, close in meant.items() if close),
-        mend=f"correct it in {file} or on the command line; --help lists all settings",
+        mend=f"{guess}Correct it in {file} or on the command line; --help lists all settings",
     )
 
 

@@ -32,10 +32,10 @@ def test_the_recipe_is_short_enough_to_read():
     assert len(SCRIPT.read_text().splitlines()) <= 150
 
 
-def test_model_data_and_trainer_come_in_that_order():
+def test_data_model_and_trainer_come_in_that_order():
     body = next(n for n in ast.parse(SCRIPT.read_text()).body if getattr(n, "name", "") == "main")
     text = ast.unparse(body)
-    places = [text.index(word) for word in ("load_model(model_args", "load_rows(recipe", "SpeedSFTTrainer(model")]
+    places = [text.index(word) for word in ("load_rows(recipe", "load_model(model_args", "SpeedSFTTrainer(model")]
     assert places == sorted(places)
 
 
@@ -97,6 +97,9 @@ def test_a_key_that_does_not_exist_is_named(changed):
     path = changed(learning_rat=1.0)
     with pytest.raises(ConfigurationError, match=r"no setting learning_rat\n.*did you mean learning_rate"):
         recipe.parse(path, ["--config", str(path)])
+    path = changed(save_strategy=False)  # `save_strategy: no`
+    with pytest.raises(ConfigurationError, match='write "no" in quotes'):
+        recipe.parse(path, ["--config", str(path)])
 
 
 @pytest.mark.parametrize(
@@ -156,9 +159,10 @@ def test_a_job_without_data_is_refused(changed):
     [
         ({"model_name_or_path": None}, "model_name_or_path is not set"),
         ({"model_name_or_path": "/tmp/no/model"}, "model_name_or_path: there is no file or folder"),
+        ({"eval_strategy": "steps"}, "no evaluation set"),
         ({"dataset_name": "~/no/data"}, f"dataset_name: {Path.home()}/no/data"),
     ],
-    ids=["no model", "no folder", "a tilde"],
+    ids=["no model", "no folder", "no evaluation set", "a tilde"],
 )
 def test_a_model_or_data_that_are_not_there_are_told_before_anything_is_imported(changed, monkeypatch, changes, said):
     monkeypatch.setattr(recipe, "prepare_process", lambda: pytest.fail("it went on"))

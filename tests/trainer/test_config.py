@@ -1,6 +1,7 @@
 import dataclasses
 
 import pytest
+import torch
 from support import tiny_llama, tiny_tokenizer, tokenized
 from trl import SFTConfig
 
@@ -72,6 +73,11 @@ def test_checkpointing_can_be_set_by_either_name(tmp_path, name, on):
         ({"trace_steps": [0]}, "a list of optimizer steps"),
         ({"peak_tflops": "989"}, "a number of TFLOP/s"),
         ({"stuck_rank_timeout_s": -1}, "a number of seconds"),
+        pytest.param(
+            {"activation_offloading": True, "activation_checkpointing": True},
+            "leave activation_offloading out",
+            marks=pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU"),
+        ),
         ({"tokens_per_batch": 1024.5}, "a whole number of slots"),
         ({"fused_layers_exclude": ["qk_rotery"]}, "split_convolution.*qk_rotary"),
         ({"fused_layers_exclude": "qk_rotary"}, "a list of names"),
