@@ -38,7 +38,7 @@ PAGES = {  # the page that says most about a setting
     "packing.md#templates-and-masks": "chat_template_kwargs template_check exclude_generation_prompt",
     "kernels": "kernel_assertion fused_layers fused_layers_exclude packed_attention",
     "speed": "loss_head fused_optimizer activation_checkpointing_layers",
-    "memory": "activation_offloading_layers memory_check",
+    "memory": "activation_checkpointing_keep activation_offloading_layers memory_check",
     "metrics": "throughput peak_tflops count_launches_every nonfinite logging_nan_inf_filter",
     "tracing": "trace_steps step_log",
     "fsdp2": "stuck_rank_timeout_s fsdp_prefetch_layers",
@@ -79,7 +79,9 @@ def _default(field: Field) -> str:  # type: ignore[type-arg]
 
 
 def _page(name: str) -> str:
-    page = next(page for page, names in PAGES.items() if name in names.split())
+    page = next((page for page, names in PAGES.items() if name in names.split()), None)
+    if page is None:
+        return ""
     return f"[{page.partition('.')[0]}]({page if '.' in page else page + '.md'})"
 
 
