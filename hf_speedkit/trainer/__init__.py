@@ -3,8 +3,8 @@
 - what one uses: sft, config, attach, callbacks, kernel_callback, throughput_callback, trace_callback, config_rules
 - before anything is loaded: hardware, installed_versions, job_settings, launching, machine, last_words, trackers,
   output, run_lock, adapters, memory_check, memory_settings, before_loading, weights
-- the data: inputs, conversation_checks, templates, streaming, repeated_rows, stragglers, conversation_refusals,
-  positions, preparation, raw_rows
+- the data: dataset_source, inputs, conversation_checks, templates, streaming, repeated_rows, stragglers,
+  conversation_refusals, positions, preparation, raw_rows
 - before step 1: module_mode, startup, preflight, prepared, packed_layers, communication, gradient_memory, head_proof
 - in the step: loss, loss_head, updates, first_step, nonfinite, expert_balance, garbage, recompute, peak_watch,
   layer_marks, kept_products, offload, offload_choice
