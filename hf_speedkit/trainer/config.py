@@ -20,7 +20,12 @@ from hf_speedkit.trainer.config_rules import (
     check_choices,
     settle_packing,
 )
-from hf_speedkit.trainer.launching import refuse_lost_fp8, refuse_optimizer, take_launchers_precision
+from hf_speedkit.trainer.launching import (
+    refuse_lost_fp8,
+    refuse_optimizer,
+    take_launchers_precision,
+    warn_of_first_fsdp,
+)
 
 
 @dataclass
@@ -242,7 +247,9 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         super().__post_init__()
         refuse_lost_fp8(asked, self.mixed_precision)
         take_launchers_precision(self)
-        refuse_optimizer(self.optim, 0 if self.use_cpu else (self.fsdp_plugin_args or {}).get("fsdp_version"))
+        fsdp_version = 0 if self.use_cpu else (self.fsdp_plugin_args or {}).get("fsdp_version")
+        refuse_optimizer(self.optim, fsdp_version)
+        warn_of_first_fsdp(fsdp_version)
         # `stop_signals` does what that is for, at one step on all ranks (see trainer/stop_signal.py).
         self.enable_jit_checkpoint = False
         check_choices(self)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from hf_speedkit.core.errors import CheckpointError, ConfigurationError, SpeedkitError
 from hf_speedkit.trainer.agreement import agree
 from hf_speedkit.trainer.checkpoint_files import damage, read_manifest
-from hf_speedkit.trainer.checkpoint_folder import require_space
+from hf_speedkit.trainer.checkpoint_folder import named_failures, require_space
 from hf_speedkit.trainer.resume import reason_of, weights_damage
 from hf_speedkit.trainer.sharded_weights import is_sharded, sharded_tensors
 
@@ -91,7 +91,10 @@ def save_final_model(trainer: SafeCheckpoints, output_dir: Path, dtype: torch.dt
 
 
 def _write(trainer: SafeCheckpoints, output_dir: Path, state: dict[str, torch.Tensor], dtype: Any) -> None:
-    trainer._save(str(output_dir), state_dict=state)
+    if trainer.args.should_save:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    with named_failures(output_dir, "the final model"):
+        trainer._save(str(output_dir), state_dict=state)
     if trainer.args.should_save and dtype is not None:
         _say_dtype(output_dir, dtype)
 

@@ -139,6 +139,24 @@ def refuse_optimizer(optim: object, fsdp_version: object, environment: Mapping[s
     )
 
 
+def warn_of_first_fsdp(fsdp_version: object, environment: Mapping[str, str] | None = None) -> None:
+    """Say that FSDP's first version runs, which accelerate takes where its config file names none.
+
+    Args:
+        fsdp_version: see `refuse_optimizer`.
+        environment: os.environ unless given.
+    """
+    environment = os.environ if environment is None else environment
+    if fsdp_version is None and is_on(environment.get("ACCELERATE_USE_FSDP")):
+        fsdp_version = environment.get("FSDP_VERSION", "1")
+    if str(fsdp_version) == "1":
+        logger.warning(
+            "FSDP version 1 was asked for (accelerate's own where fsdp_version is left out): what is checked, "
+            "corrected and measured here is version 2; set fsdp_config: version: 2, or fsdp_version: 2 in accelerate's "
+            "config file"
+        )
+
+
 def refuse_split_rows(parallel: object, environment: Mapping[str, str] | None = None) -> None:
     """Refuse parallelism that hands parts of one row to several ranks.
 

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoint_run import SignalAt, build, losses
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from support import tiny_hybrid, tiny_llama, tokenized
 from test_sft import Recorder
@@ -377,6 +378,16 @@ def test_a_quota_that_shows_when_files_are_flushed_is_named_as_well(tmp_path, mo
         small(tmp_path).train()
     assert "last whole checkpoint: checkpoint-2" in str(no.value)
     assert names(tmp_path) == [UNFINISHED_NAME, "checkpoint-2"]
+
+
+def test_a_disk_that_fills_up_under_the_final_model_is_named(tmp_path, monkeypatch):
+    trainer = small(tmp_path, max_steps=2, export_dtype="bfloat16")
+    trainer.train()
+    full = SafetensorError('I/O error: Os { code: 28, kind: StorageFull, message: "No space left on device" }')
+    monkeypatch.setattr(trainer, "_save", lambda *_, **__: (_ for _ in ()).throw(full))
+    with pytest.raises(CheckpointError, match="the final model could not be written: the disk is full") as refused:
+        trainer.save_model(str(tmp_path))
+    assert "last whole checkpoint: checkpoint-2" in str(refused.value)
 
 
 def test_a_disk_that_fills_up_leaves_the_last_good_checkpoint(tmp_path, monkeypatch):

@@ -3,7 +3,13 @@
 import pytest
 
 from hf_speedkit.core.errors import ConfigurationError, HardwareError
-from hf_speedkit.trainer.launching import announce_sharding, refuse_lost_fp8, refuse_optimizer, refuse_split_rows
+from hf_speedkit.trainer.launching import (
+    announce_sharding,
+    refuse_lost_fp8,
+    refuse_optimizer,
+    refuse_split_rows,
+    warn_of_first_fsdp,
+)
 
 JOB = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "FULL_STATE_DICT"}}
 TWO_HOSTS = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
@@ -124,6 +130,22 @@ def test_an_optimizer_that_cannot_update_shards_is_refused_before_anything_is_lo
     refuse_optimizer(optim, None, {})
     refuse_optimizer(optim, 1, launched)
     refuse_optimizer(optim, 0, launched)
+
+
+@pytest.mark.parametrize(
+    ("version", "launched", "said"),
+    [
+        (1, {}, True),
+        (None, {"ACCELERATE_USE_FSDP": "true"}, True),  # accelerate's config file without fsdp_version
+        (None, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, False),
+        (2, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, False),  # the job's own settings go first
+        (None, {}, False),
+        (0, {"ACCELERATE_USE_FSDP": "true"}, False),
+    ],
+)
+def test_fsdps_first_version_is_named_wherever_it_was_asked_for(caplog, version, launched, said):
+    warn_of_first_fsdp(version, launched)
+    assert ("FSDP version 1 was asked for" in caplog.text) is said
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "sgd", "rmsprop"])
