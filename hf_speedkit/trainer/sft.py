@@ -292,7 +292,10 @@ class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
 
     def prepare_layers(self) -> None:
         """Make the prepared model's layers ready until training ends: proven fused kernels, then packed rows."""
-        if self.args.fused_layers:  # first: a reference is bound only where nothing faster is
+        if self.args.fused_layers and self.args.n_gpu > 1:
+            # A replica's copy of a bound forward is still that of the layer on the first GPU, weights included.
+            logger.warning("fused layers are left out: one process drives %d GPUs by DataParallel", self.args.n_gpu)
+        elif self.args.fused_layers:  # first: a reference is bound only where nothing faster is
             self._running.enter_context(
                 fused_layers(
                     self.model,
