@@ -26,8 +26,9 @@ _NORMS = ("q_norm", "k_norm")
 _MOST_ELEMENTS = 2**31
 """Of the queries: the kernels find a head by its number times its stride in 32 bits."""
 
-_ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")
-"""What a layer's own forward takes, in this order; any other may change what it computes."""
+_ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask")
+_CACHES = ("past_key_values", "cache")
+"""What a layer's own forward takes, in this order; others change what it computes. transformers 5.24: cache."""
 
 
 def has_head_norms(module: nn.Module) -> bool:
@@ -68,7 +69,8 @@ def why_not_fused(module: nn.Module) -> str | None:
     own = effective_forward(module)
     parameters = list(inspect.signature(own).parameters.values()) if own is not None else []
     names = [parameter.name for parameter in parameters]
-    if names[:5] != ["self", *_ARGUMENTS] or any(parameter.kind is not VAR_KEYWORD for parameter in parameters[5:]):
+    known = any(names[:5] == ["self", *_ARGUMENTS, cache] for cache in _CACHES)
+    if not known or any(parameter.kind is not VAR_KEYWORD for parameter in parameters[5:]):
         return f"its forward takes {', '.join(names[1:]) or 'nothing that can be read'}"
     return None
 
@@ -95,13 +97,14 @@ def attention_forward(*, one_plus: bool, norm_and_rotate: Any = None, gated: Any
         hidden_states: Tensor,
         position_embeddings: Any = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
+        *cache: Any,
         **kwargs: Any,
     ) -> Any:
         own, turns = type(self).forward, _can_turn(self, hidden_states, position_embeddings)
-        if past_key_values is not None or not turns or norms_have_hooks(self) or is_compiling():
-            kwargs |= {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
-            return own(self, hidden_states=hidden_states, past_key_values=past_key_values, **kwargs)
+        cached = any(x is not None for x in (*cache, *(kwargs.get(name) for name in _CACHES)))
+        if cached or not turns or norms_have_hooks(self) or is_compiling():
+            return own(self, hidden_states, position_embeddings, attention_mask, *cache, **kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if name not in _CACHES}
         shape = hidden_states.shape[:-1]
         norms = qk_rotary.HeadNorms(
             query_weight=self.q_norm.weight,

@@ -2,16 +2,19 @@
 
 import functools
 import logging
+from types import FunctionType
 
 import pytest
 import torch
 import transformers
 from kernel_models import COMMON, packed_row, random_documents, summed_loss, tiny_model
+from transformers import DynamicCache
+from transformers.models.qwen3 import modeling_qwen3
 
 from hf_speedkit.kernels import output_gate, qk_rotary
 from hf_speedkit.kernels.attention import register
 from hf_speedkit.kernels.bindings import bind_references
-from hf_speedkit.kernels.fused_attention import attention_forward
+from hf_speedkit.kernels.fused_attention import attention_forward, why_not_fused
 from hf_speedkit.kernels.fused_layers import PARTS, fused_layer_checks, fused_layers
 from hf_speedkit.kernels.qk_rotary import HeadNorms, norm_and_rotate
 from hf_speedkit.kernels.saved_tensors import NormAndRotate, OutputGate
@@ -180,13 +183,42 @@ ROWS = torch.ones(1, 5, 16)
 def test_positions_in_another_form_go_to_the_layers_own_forward(monkeypatch, tables):
     layer = small("Qwen3").model.layers[0].self_attn
     called = []
-    monkeypatch.setattr(type(layer), "forward", lambda self, **kwargs: called.append(kwargs))
+    monkeypatch.setattr(type(layer), "forward", lambda self, *args, **kwargs: called.append((args, kwargs)))
     attention_forward(one_plus=False)(layer, torch.zeros(1, 5, 32), tables, position_ids=3)
-    assert called[0]["position_embeddings"] is tables
-    assert called[0]["position_ids"] == 3
+    ((_, given, mask), named) = called[0]
+    assert given is tables
+    assert mask is None
+    assert named == {"position_ids": 3}
 
 
 Qwen3Attention = type(small("Qwen3").model.layers[0].self_attn)
+
+
+def renamed(self, hidden_states, position_embeddings, attention_mask, cache=None, **kwargs):
+    """As of transformers 5.24, where what was past_key_values is called cache."""
+    return Qwen3Attention.forward(self, hidden_states, position_embeddings, attention_mask, cache, **kwargs)
+
+
+def test_a_cache_by_either_name_and_in_its_place_goes_to_the_layers_own_forward(monkeypatch):
+    model, seen = small("Qwen3"), []
+    model.set_attn_implementation("eager")
+    layer = model.model.layers[0].self_attn
+    own = FunctionType(renamed.__code__, vars(modeling_qwen3), argdefs=(None,))
+    layer.__class__ = type("Renamed", (Qwen3Attention,), {"forward": own})
+    assert why_not_fused(layer) is None
+    attend, forward = modeling_qwen3.eager_attention_forward, attention_forward(one_plus=False)
+
+    def look(module, query, key, *others, **named):
+        seen.append((key.shape[2], sorted(named)))
+        return attend(module, query, key, *others, **named)
+
+    monkeypatch.setattr(modeling_qwen3, "eager_attention_forward", look)
+    arguments = torch.randn(1, 5, 32), (torch.ones(1, 5, 16), torch.zeros(1, 5, 16)), None
+    cache, usual = DynamicCache(config=model.config), ["dropout", "scaling", "sliding_window"]
+    forward(layer, *arguments, cache=cache)
+    forward(layer, *arguments, cache)
+    forward(layer, *arguments, cache=None)
+    assert seen == [(5, usual), (10, usual), (5, usual)]
 
 
 class OfTwoSequences(Qwen3Attention):
@@ -265,7 +297,7 @@ def test_a_second_derivative_is_refused_instead_of_wrong():
 def test_rows_beyond_32_bits_go_to_the_layers_own_forward(monkeypatch):
     layer = small("Qwen3").model.layers[0].self_attn
     called = []
-    monkeypatch.setattr(type(layer), "forward", lambda self, **kwargs: called.append(kwargs))
+    monkeypatch.setattr(type(layer), "forward", lambda self, *args, **kwargs: called.append(args))
     row = torch.empty(1, 2**26, 32, device="meta")
     tables = (torch.empty(1, 2**26, 16, device="meta"),) * 2
     attention_forward(one_plus=False)(layer, row, tables)

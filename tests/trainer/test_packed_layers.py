@@ -33,7 +33,7 @@ def test_fp32_weights_under_mixed_precision_are_asked_about_in_bf16(monkeypatch,
 
 @pytest.mark.parametrize(("gpus", "fused"), [(1, 1), (2, 0)])
 def test_layers_that_dataparallel_would_copy_keep_their_own_forward(tmp_path, monkeypatch, caplog, gpus, fused):
-    """A replica takes over what is bound on a layer, which stays bound to the layer and the weights of the first GPU."""
+    """A replica takes over what is bound on a layer, still bound to the layer and the weights of the first GPU."""
     layer = tiny_hybrid().model.layers[3].self_attn
     layer.__dict__["forward"] = layer.forward
     assert layer._replicate_for_data_parallel().forward.__self__ is layer
