@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.core.errors import ConfigurationError, KernelAssertionError
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
 from hf_speedkit.kernels.compatibility import Stack
 from hf_speedkit.kernels.config_checks import (
@@ -124,7 +124,7 @@ def assert_kernels(
 
     Args:
         model_or_config: as in `check_kernels`.
-        mode: "strict" raises; "warn" logs the same text and goes on; "off" checks nothing.
+        mode: "strict" raises; "warn" logs what is wrong and what mends it, and goes on; "off" checks nothing.
         checks: checks made before; None makes them.
         requirements: functions that must be fused, by name ("chunk_gated_delta_rule", "attention", "rms_norm"); the
             others are warned about. None: every function that training calls.
@@ -154,8 +154,8 @@ def assert_kernels(
     if error is not None and mode == "strict":
         raise error
     for remark in (error, refusal(others, decoder_layers=_decoder_layers(model_or_config))):
-        if remark is not None:
-            say(str(remark))
+        if remark is not None:  # without the way to go on: it goes on
+            say(str(KernelAssertionError(remark.what, evidence=remark.evidence, mend=remark.mend)))
     return tuple(checks)
 
 

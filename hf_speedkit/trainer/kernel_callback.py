@@ -86,13 +86,18 @@ class KernelAssertionCallback(FirstStep):
             )
         except KernelAssertionError as error:
             own = self.own_way_on(error)
-            raise (_on_a_cpu(own) if args.device.type == "cpu" else own) from None
+            if args.device.type == "cpu":
+                own = _on_a_cpu(own, packed=packed_slots(args) is not None)
+            raise own from None
 
 
-def _on_a_cpu(error: KernelAssertionError) -> KernelAssertionError:
+def _on_a_cpu(error: KernelAssertionError, *, packed: bool) -> KernelAssertionError:
     """No package makes a CPU run fused kernels, and some cannot be built without a GPU's compiler."""
     mend = error.mend if error.mend is None else f"on a machine with a GPU:\n          {error.mend}"
-    regardless = f"{error.regardless}, which is right on a CPU: no fused kernel runs there"
+    if packed:  # transformers 5.23's torch functions take no boundaries and raise in the first forward pass
+        regardless = f"packing=False and {error.regardless}, or SpeedSFTTrainer, whose references take packed rows"
+    else:
+        regardless = f"{error.regardless}, which is right on a CPU: no fused kernel runs there"
     return KernelAssertionError(error.what, evidence=error.evidence, mend=mend, regardless=regardless)
 
 

@@ -26,25 +26,36 @@ def plain_trainer(path, model):
     )
 
 
-def test_v45_the_refusal_names_both_functions_and_the_callbacks_own_way_on(tmp_path):
+@pytest.mark.parametrize("packed", [False, True])
+def test_v45_the_refusal_names_both_functions_and_the_callbacks_own_way_on(tmp_path, packed):
     trainer = plain_trainer(tmp_path, tiny_hybrid())
+    trainer.args.packing = packed
     attach(trainer, KernelAssertionCallback())
     with pytest.raises(KernelAssertionError) as refused:
         trainer.train()
-    for word in ("causal_conv1d_fn", "chunk_gated_delta_rule", "on a machine with a GPU:\n          pip install",
-                 'KernelAssertionCallback(mode="warn"), which is right on a CPU'):  # fmt: skip
+    way_on = 'packing=False and KernelAssertionCallback(mode="warn"), or SpeedSFTTrainer'
+    if not packed:
+        way_on = 'KernelAssertionCallback(mode="warn"), which is right on a CPU'
+    for word in (
+        "causal_conv1d_fn",
+        "chunk_gated_delta_rule",
+        "on a machine with a GPU:\n          pip install",
+        way_on,
+    ):
         assert word in str(refused.value)
     assert "kernel_assertion=" not in str(refused.value)
 
 
 @pytest.mark.parametrize(("mode", "checks"), [("warn", True), ("off", False)])
-def test_the_other_modes_let_training_run(tmp_path, mode, checks):
+def test_the_other_modes_let_training_run(tmp_path, caplog, mode, checks):
     trainer = plain_trainer(tmp_path, tiny_hybrid())
     callback = KernelAssertionCallback(mode=mode)
     attach(trainer, callback)
     trainer.train()
     assert trainer.state.global_step == 1
     assert any(check.verdict is KernelVerdict.FALLBACK for check in callback.checks) is checks
+    assert ("Mend it:" in caplog.text) is checks
+    assert "Go on all the same" not in caplog.text
 
 
 def test_a_model_without_optional_kernels_passes_in_strict_mode(tmp_path):
