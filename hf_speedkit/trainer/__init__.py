@@ -12,6 +12,6 @@
   mfu_inputs, window_report, sinks, progress, summary
 - checkpoints: checkpoints, checkpoint_folder, checkpoint_files, saved_totals, resume, resume_data, sharded_weights,
   export, stop_signal, resume_model
-- ranks: agreement, rank_watch
+- ranks: agreement, frames, rank_watch
 - benches: benchmark, bench_child
 """

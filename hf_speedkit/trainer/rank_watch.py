@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from types import FrameType
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -28,6 +27,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hf_speedkit.core.errors import ConfigurationError, SpeedkitError
 from hf_speedkit.core.ranks import FINISHING, LEFT, SAVING, STARTING, Beat, Missing, missing_ranks
 from hf_speedkit.trainer.agreement import runs_alone
+from hf_speedkit.trainer.frames import describe_frame
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ class RankWatch(TrainerCallback):  # type: ignore[misc]
         self._last_named: tuple[tuple[int, ...], set[int]] | None = None
         self._stop = threading.Event()
         self._store: Any = None
+        self._prefix = ""
         self._rank, self._ranks, self._main = 0, 1, 0
 
     @contextmanager
@@ -165,23 +166,34 @@ class RankWatch(TrainerCallback):  # type: ignore[misc]
         if runs_alone():
             return False
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         try:
-            # A connection of its own: the process group's is locked while training waits in it.
-            store = dist.TCPStore(  # type: ignore[attr-defined]
-                str(address), int(str(port)), is_master=False, timeout=_STORE_TIMEOUT
-            )
+            store = self._open()
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             # Each rank counts its own trainings, so all come to the same number without a collective.
             number = store.add(f"hf_speedkit/{attempt}/trainings/{self._rank}", 1)
-            self._store = dist.PrefixStore(  # type: ignore[attr-defined]
-                f"hf_speedkit/{attempt}/{number}", store
-            )
+            self._prefix = f"hf_speedkit/{attempt}/{number}"
+            self._store = dist.PrefixStore(self._prefix, store)  # type: ignore[attr-defined]
             self._say()
         except (RuntimeError, ValueError) as error:  # DistStoreError is a RuntimeError
-            logger.warning("stuck ranks cannot be named: no connection to %s:%s (%s)", address, port, error)
+            logger.warning("stuck ranks cannot be named: no connection to the launcher's store (%s)", error)
             return False
         return True
+
+    def _open(self) -> Any:
+        """A connection of its own: the process group's is locked while training waits in it."""
+        import torch.distributed as dist
+
+        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            str(address), int(str(port)), is_master=False, timeout=_STORE_TIMEOUT
+        )
+
+    def _open_again(self) -> None:
+        """Connect anew: a launcher that did not answer in time may answer the old connection yet."""
+        import torch.distributed as dist
+
+        with contextlib.suppress(RuntimeError, ValueError):
+            self._store = dist.PrefixStore(self._prefix, self._open())  # type: ignore[attr-defined]
 
     def _watch(self) -> None:
         while not self._stop.wait(self._poll_s):
@@ -195,9 +207,9 @@ class RankWatch(TrainerCallback):  # type: ignore[misc]
                 if late and self._part() != FINISHING:
                     self._look()
             except RuntimeError as error:
-                # The launcher ended, and its store with it: nothing is left to watch.
-                logger.debug("the ranks' store is gone: %s", error)
-                return
+                # It was busy for long, or the launcher has ended, and then this process is about to.
+                logger.debug("the ranks' store did not answer: %s", error)
+                self._open_again()
 
     def _still_s(self) -> float:
         return time.monotonic() - self._since
@@ -290,37 +302,6 @@ class RankWatch(TrainerCallback):  # type: ignore[misc]
                 return
         # A thread cannot raise in another one that waits inside NCCL: only the end of the process gets it out.
         os._exit(1)
-
-
-def describe_frame(frame: FrameType | None) -> tuple[str, bool]:
-    """Where a thread is: its innermost line and, where that is a library's, the innermost one that is not.
-
-    Args:
-        frame: from sys._current_frames(); None for a thread that has ended.
-
-    Returns:
-        For example "torch/distributed/distributed_c10d.py:2901 all_reduce, called at run/train.py:12 main", and whether
-        the innermost line is one of torch.distributed.
-    """
-    if frame is None:
-        return "an unknown line", False
-    waits = "/torch/distributed/" in frame.f_code.co_filename.replace("\\", "/")
-    own: FrameType | None = frame
-    while own is not None and _of_a_library(own):
-        own = own.f_back
-    line = _line(frame)
-    return (line if own in (None, frame) else f"{line}, called at {_line(own)}"), waits
-
-
-def _of_a_library(frame: FrameType) -> bool:
-    path = frame.f_code.co_filename.replace("\\", "/")
-    return "/site-packages/" in path or "/lib/python3" in path or path.startswith("<")
-
-
-def _line(frame: FrameType) -> str:
-    path = frame.f_code.co_filename.replace("\\", "/")
-    short = path.rsplit("/site-packages/", 1)[-1] if "/site-packages/" in path else "/".join(path.split("/")[-2:])
-    return f"{short}:{frame.f_lineno} {frame.f_code.co_name}"
 
 
 def _ending(missing: Missing, timeout_s: float) -> str:

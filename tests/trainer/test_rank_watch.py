@@ -14,7 +14,8 @@ from transformers import TrainerControl, TrainerState
 
 from hf_speedkit.core.errors import ConfigurationError, SpeedkitError
 from hf_speedkit.core.ranks import FINISHING, SAVING
-from hf_speedkit.trainer.rank_watch import RankWatch, describe_frame
+from hf_speedkit.trainer.frames import describe_frame
+from hf_speedkit.trainer.rank_watch import RankWatch
 
 HERE = Path(__file__).resolve().parent
 
@@ -182,6 +183,33 @@ def test_a_rank_that_uploads_after_the_last_step_is_neither_ended_nor_calls_the_
     thread.join()
     assert not watch._store.check(["failed"])
     assert "waited" not in caplog.text
+
+
+def test_a_store_that_did_not_answer_once_is_asked_again(watch_of, monkeypatch):
+    """A launcher that was busy for ten seconds would have left the ranks unwatched for the rest of the run."""
+
+    class Busy:
+        def set(self, *_):
+            raise RuntimeError("Timed out after 10 seconds")
+
+    watch, answers = watch_of(0), dist.HashStore()
+    watch._store, watch._poll_s, watch._prefix = Busy(), 0.01, "a"
+    opened = [RuntimeError("busy still"), answers]
+
+    def open_again():
+        if isinstance(opened[0], RuntimeError):
+            raise opened.pop(0)
+        return opened[0]
+
+    monkeypatch.setattr(watch, "_open", open_again)
+    thread = threading.Thread(target=watch._watch)
+    thread.start()
+    deadline = time.monotonic() + 10
+    while not answers.check(["a/beat/0"]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    watch._stop.set()
+    thread.join()
+    assert answers.check(["a/beat/0"])
 
 
 def test_a_process_that_says_nothing_any_more_and_one_that_never_began_are_named(watch_of, caplog, monkeypatch):
