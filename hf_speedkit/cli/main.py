@@ -6,6 +6,8 @@ what it needs is imported when it runs. `hf-speedkit --help` has 0.6 s.
 
 from __future__ import annotations
 
+import errno
+
 import typer
 
 from hf_speedkit.cli.bench import bench
@@ -15,6 +17,9 @@ from hf_speedkit.cli.plan import plan
 from hf_speedkit.cli.recipe import recipe
 from hf_speedkit.cli.report import report
 from hf_speedkit.cli.trace import trace
+
+_WRONG_USE = 2
+_UNWRITABLE = (errno.EACCES, errno.ENOTDIR, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Packed, proven and measured fine-tuning.")
 
@@ -38,5 +43,11 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 
 def main() -> None:
-    """Run the command line."""
-    app()
+    """Run the command line; a place that cannot be written to is told in one line, not in a traceback."""
+    try:
+        app()
+    except OSError as error:
+        if error.errno not in _UNWRITABLE or error.filename is None:
+            raise
+        typer.echo(f"{error.filename}: {error.strerror}\nMend it:  name a place that can be written to", err=True)
+        raise SystemExit(_WRONG_USE) from error

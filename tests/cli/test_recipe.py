@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from hf_speedkit.cli.main import app
+from hf_speedkit.cli.main import app, main
 from hf_speedkit.cli.recipe import shipped_files
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +68,14 @@ def test_wrong_use_is_exit_2_with_the_names(words):
     said = run(*words)
     assert said.exit_code == 2
     assert "--output" in said.output or ("qwen27b_sft" in said.output and "tiny_sft" in said.output)
+
+
+def test_a_place_that_cannot_be_written_to_is_told_in_two_lines(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["hf-speedkit", "recipe", "tiny_sft", "--output", "/dev/null/job"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("/dev/null/job")
 
 
 def test_the_list_says_what_each_is():
