@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# What others call a prompt and its completion.
+_PAIRS = (("instruction", "output"), ("instruction", "response"), ("question", "answer"), ("input", "output"))
 _TEMPLATE_COLUMN = "chat_template_kwargs"
 
 
@@ -71,7 +73,8 @@ def check_dataset(
         raise DatasetError(
             f"the {name} dataset has no column to train on",
             evidence=(f"columns: {', '.join(sorted(columns))}",),
-            mend=f'give it "messages" (chat), "prompt" and "completion", or "{text_field}" (plain text; '
+            mend=_renaming(dataset[0])
+            or f'give it "messages" (chat), "prompt" and "completion", or "{text_field}" (plain text; '
             "dataset_text_field names another column)",
         )
     if formatting_func is not None and "input_ids" not in columns:
@@ -79,6 +82,20 @@ def check_dataset(
     check_raw_rows(dataset, text_field, name)
     if "input_ids" not in columns and not is_pair(columns):
         _check_conversations(dataset, name)
+
+
+def _renaming(row: Mapping[str, Any]) -> str | None:
+    """The line of code that gives columns of other names the ones that are read; None where that is not enough."""
+    for column, value in row.items():
+        turns = value if isinstance(value, list) else ()
+        if turns and all(isinstance(turn, Mapping) and {"role", "from"} & set(turn) for turn in turns):
+            return f'dataset = dataset.rename_column("{column}", "messages")'
+    if {"instruction", "input"} <= set(row):  # Alpaca's: both belong to the prompt, and renaming would lose one
+        return None
+    for prompt, completion in _PAIRS:
+        if {prompt, completion} <= set(row):
+            return f'dataset = dataset.rename_columns({{"{prompt}": "prompt", "{completion}": "completion"}})'
+    return None
 
 
 def _refuse_idle_mask(columns: set[str], completion_only_loss: bool | None, name: str) -> None:

@@ -51,6 +51,27 @@ def test_what_cannot_be_trained_on_is_refused_with_instructions(dataset, message
         check_dataset(dataset, text_field="text")
 
 
+@pytest.mark.parametrize(
+    ("row", "renamed"),
+    [
+        ({"chat": TURN}, True),
+        ({"instruction": "a", "output": "b"}, True),
+        ({"question": "a", "answer": "b"}, True),
+        ({"instruction": "a", "input": "", "output": "b"}, False),  # in other rows the input holds something
+        ({"chat": []}, False),
+    ],
+    ids=["chat", "instruction", "question", "with an input", "an empty chat"],
+)
+def test_columns_of_other_names_are_renamed_by_the_line_that_is_given(row, renamed):
+    names = {"dataset": Dataset.from_list([row])}
+    with pytest.raises(DatasetError) as refused:
+        check_dataset(names["dataset"], text_field="text")
+    assert ("rename_column" in refused.value.mend) is renamed
+    if renamed:
+        exec(refused.value.mend, names)
+        check_dataset(names["dataset"], text_field="text")
+
+
 def test_a_formatting_function_may_use_any_columns():
     check_dataset(Dataset.from_dict({"body": ["a"]}), text_field="text", formatting_func=lambda row: row["body"])
 
