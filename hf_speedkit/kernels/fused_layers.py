@@ -191,10 +191,14 @@ def _norms_are_anothers(attention: Any) -> bool:
     return changed or norms_have_hooks(attention)
 
 
-def _switches(module: nn.Module) -> tuple[tuple[str, object], ...]:
+def _switches(module: Any) -> tuple[tuple[str, object], ...]:
+    """What a layer may decide by: its own plain values, and its entry in each list of the config, one a layer."""
     plain = (bool, int, float, str, type(None))
-    settings = ((key, value) for key, value in sorted(vars(module).items()) if isinstance(value, plain))
-    return tuple((key, value) for key, value in settings if key != "layer_idx")
+    config, place = getattr(getattr(module, "config", None), "__dict__", {}), getattr(module, "layer_idx", None)
+    lists = {key: x for key, x in config.items() if isinstance(x, list) and len(x) == config.get("num_hidden_layers")}
+    entries = {key: x[place] for key, x in lists.items() if isinstance(place, int) and place < len(x)}
+    settings = ((key, value) for key, value in [*sorted(vars(module).items()), *sorted(entries.items())])
+    return tuple((key, value) for key, value in settings if isinstance(value, plain) and key != "layer_idx")
 
 
 def _fuse(group: _Group, settings: _Settings, stack: ExitStack) -> str | None:

@@ -267,6 +267,21 @@ def test_a_layer_that_drops_other_weights_of_attention_stays(monkeypatch, caplog
     assert "it hands attention dropout=0.125, the layer dropout=0.0" in caplog.text
 
 
+def test_a_layer_that_decides_by_its_place_in_a_list_of_the_config_is_compared_apart(monkeypatch):
+    own = Qwen3Attention.forward
+
+    def forward(self, hidden_states, position_embeddings, *args, **kwargs):
+        turns = self.config.rotates[self.layer_idx]
+        cos, sin = position_embeddings
+        return own(self, hidden_states, (cos * turns + (1 - turns), sin * turns), *args, **kwargs)
+
+    monkeypatch.setattr(Qwen3Attention, "forward", functools.wraps(own)(forward))
+    model = small("Qwen3")
+    model.config.rotates = [1, 0]
+    with fused(model):
+        assert ["forward" in vars(layer.self_attn) for layer in model.model.layers] == [True, False]
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's own look at its inputs
 def test_compiled_layers_run_their_own_forward():
     """What was proven is not what a compiler makes of it, and dynamo cannot follow either forward in one graph."""
