@@ -37,7 +37,7 @@ class KeptProducts:
     def bytes(self) -> int:
         """What the last forward pass that was recomputed would keep: products that recomputation never comes to, the
         layer's last, are not counted. 0 before."""
-        return sum(one.bytes for one in self._maps if one.needed)
+        return sum(one.bytes for one in self._maps if one.can_keep)
 
     def watch(self) -> None:
         """Note the sizes in the next pass, and keep nothing."""
@@ -47,10 +47,10 @@ class KeptProducts:
     def switch(self, on: bool) -> None:
         """Keep them from the next forward pass on, or do not. Belongs between two steps."""
         for one in self._maps:
-            one.switch(on and one.needed)
+            one.switch(on and one.can_keep)
         self._layer.__dict__.pop(_FLOPS, None)
         if on:
-            self._layer.__dict__[_FLOPS] = 2.0 * sum(one.weights for one in self._maps if one.needed)
+            self._layer.__dict__[_FLOPS] = 2.0 * sum(one.weights for one in self._maps if one.can_keep)
 
     def begin_step(self) -> None:
         """Forget forward passes whose backward pass never came."""
@@ -65,7 +65,7 @@ def kept_flops_per_token(layer: nn.Module) -> float:
 
 def _is_plain(module: nn.Linear) -> bool:
     # Subclasses (quantised ones, adapters) compute something else, and so does what overrides the forward.
-    return type(module) is nn.Linear and "bias" not in dict(module.named_parameters()) and "forward" not in vars(module)
+    return type(module) is nn.Linear and getattr(module, "bias", None) is None and "forward" not in vars(module)
 
 
 class _Map:
@@ -78,15 +78,21 @@ class _Map:
     def __init__(self, module: nn.Linear) -> None:
         self._module = module
         self._keeps = False
-        self._open = 0
+        self._needed = False
+        self._waits = False
         self._overlap = False
+        self._run_again = False
         self._kept: tuple[torch.Tensor, int] | None = None
         self.weights = module.in_features * module.out_features
         self.bytes = 0
-        self.needed = False
+
+    @property
+    def can_keep(self) -> bool:
+        """Whether a forward pass made what a recomputation asked for; neither autocast's nor a reentrant one's does."""
+        return self._needed and self.bytes > 0
 
     def watch(self) -> None:
-        self._keeps = self.needed = False
+        self._keeps = self._needed = False
         self.forget()
         self._module.forward = self._forward  # type: ignore[method-assign]
 
@@ -99,37 +105,43 @@ class _Map:
             del self._module.forward
 
     def forget(self) -> None:
-        self._kept, self._open, self._overlap = None, 0, False
+        self._kept, self._waits, self._overlap = None, False, False
 
     def _forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (torch's own name)
         weight = self._module.weight
-        self.needed = self.needed or recomputes()
         kind: type = type(weight.data)  # a DTensor where weights are split over ranks
         plain = kind is torch.Tensor and input.dtype == weight.dtype
         if not torch.is_grad_enabled() or not plain or torch.is_autocast_enabled(input.device.type):
             return nn.functional.linear(input, weight)
+        if not self._keeps:
+            return self._watched(nn.functional.linear(input, weight))
         output: torch.Tensor = _Product.apply(input, weight, self)  # type: ignore[no-untyped-call]
         if not recomputes():
             self._put(output)
         return output
 
+    def _watched(self, output: torch.Tensor) -> torch.Tensor:
+        if recomputes():  # of a layer's last product it wants the input: it ends before, and does not come here
+            self._needed = True
+        else:
+            self.bytes = output.untyped_storage().nbytes()
+        return output
+
     def _put(self, output: torch.Tensor) -> None:
-        self.bytes = output.untyped_storage().nbytes()
-        if not self._keeps:
-            return
-        self._open += 1
         # With two forward passes before a backward pass it is not known whose recomputation comes first.
-        self._overlap = self._overlap or self._open > 1
+        self._overlap = self._overlap or self._waits
+        self._waits = True
         kept = output.detach()
-        self._kept = None if self._overlap else (kept, kept._version)
+        self._kept = None if self._overlap or self._run_again else (kept, kept._version)
 
     def take(self) -> torch.Tensor | None:
         """What the forward pass made; None where it is not there, or was written to since."""
-        if not self._keeps or not recomputes():
+        if not recomputes():
             return None
         found, self._kept = self._kept, None
-        self._open = max(0, self._open - 1)
-        self._overlap = self._overlap and self._open > 0
+        self._waits = False
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            self._run_again = True  # a graph that is kept may be run again when the output of another pass lies here
         if found is None or found[0]._version != found[1]:
             return None
         return found[0]
@@ -143,7 +155,9 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, kept: _Map) -> torch.Tensor:  # noqa: A002
-        ctx.save_for_backward(input, weight)
+        # As torch does: what a gradient that nobody needs would be made of is not held (LoRA's frozen weights).
+        for_input, for_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        ctx.save_for_backward(input if for_weight else None, weight if for_input else None)
         output = kept.take()
         return nn.functional.linear(input, weight) if output is None else output.detach()
 
@@ -152,6 +166,6 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         input, weight = ctx.saved_tensors  # noqa: A001
         rows = gradient.reshape(-1, gradient.shape[-1])
-        to_input = (rows @ weight).view_as(input) if ctx.needs_input_grad[0] else None
-        to_weight = rows.t() @ input.reshape(-1, input.shape[-1]) if ctx.needs_input_grad[1] else None
+        to_input = None if weight is None else (rows @ weight).view(*gradient.shape[:-1], weight.shape[1])
+        to_weight = None if input is None else rows.t() @ input.reshape(-1, input.shape[-1])
         return to_input, to_weight, None

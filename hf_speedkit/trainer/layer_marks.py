@@ -1,8 +1,9 @@
-"""Says when the forward and the backward pass of each layer begin, recomputation left out."""
+"""Says when the forward and the backward pass of each layer begin, recomputation left out, and lies over a forward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -32,6 +33,33 @@ def mark_layers(
             handles.append(layer.register_forward_pre_hook(_before(number, forward)))
         handles.append(layer.register_forward_hook(_after(number, backward)))
     return handles
+
+
+def lay_over(layer: torch.nn.Module, around: Callable[..., Any]) -> Callable[[], None]:
+    """Let `around(former, *args, **kwargs)` stand for a layer's forward, `former`; a copy of the layer keeps its own.
+
+    Returns:
+        What takes it away again, unless something else lies over the forward by then.
+    """
+    former, own = layer.forward, layer.__dict__.get("forward")
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self is not layer:  # deepcopy binds it to the copy: `former` would compute with this layer's weights
+            return type(self).forward(self, *args, **kwargs)
+        return around(former, *args, **kwargs)
+
+    bound = MethodType(forward, layer)
+    layer.forward = bound
+
+    def undo() -> None:
+        if layer.__dict__.get("forward") is not bound:
+            return
+        if own is None:
+            del layer.forward
+        else:
+            layer.forward = own
+
+    return undo
 
 
 def _before(number: int, call: Callable[[int], None]) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from hf_speedkit.core.memory import Offloading, copied_before
-from hf_speedkit.trainer.layer_marks import mark_layers
+from hf_speedkit.trainer.layer_marks import lay_over, mark_layers
 
 SMALLEST_BYTES = 2**20
 """Storages below this stay on the device: a copy of them costs its launch."""
@@ -183,10 +183,12 @@ class ActivationOffload:
         self.arena.release()
 
     def _hook(self, layer: torch.nn.Module, number: int) -> None:
-        former, own = layer.forward, layer.__dict__.get("forward")
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():  # an evaluation, where nothing is kept
+        def forward(former: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            last = self._passes.get(number)
+            waits = last is not None and any(True for _ in last.alive())
+            # An evaluation keeps nothing. While a pass waits for its backward pass, its activations are in the buffers:
+            # this one keeps its own on the device, instead of writing over them.
+            if not torch.is_grad_enabled() or waits:
                 return former(*args, **kwargs)
             one = self._passes[number] = _Pass()
             with torch.autograd.graph.saved_tensors_hooks(
@@ -197,15 +199,7 @@ class ActivationOffload:
                 one.out = self._stream.record_event()
             return output
 
-        def undo() -> None:
-            if layer.__dict__.get("forward") is forward:
-                if own is None:
-                    del layer.forward
-                else:
-                    layer.forward = own
-
-        layer.forward = forward
-        self._undo.append(undo)
+        self._undo.append(lay_over(layer, forward))
 
     def _pack(self, saved: torch.Tensor, one: _Pass, layer: torch.nn.Module, number: int) -> torch.Tensor | _View:
         if type(saved) is not torch.Tensor or saved.device.type != self._device.type or saved.layout != torch.strided:
@@ -252,6 +246,7 @@ class ActivationOffload:
                 # On the device, not the host: nothing may be written there before it was read.
                 torch.cuda.current_stream(self._device).wait_event(one.out)
             for held in one.alive():
+                held.wait()  # fetched for a backward pass that did not come to it
                 held.source = None
 
     def _fetch(self, layer: int) -> None:

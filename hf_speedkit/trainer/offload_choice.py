@@ -75,7 +75,9 @@ class OffloadChoice(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """With a number and nothing to wait for, begin."""
         # TRL's moves what every layer saves: two on one layer would copy everything twice.
-        wanted = self.layers not in (NONE, 0) and not getattr(args, "activation_offloading", False)
+        # Under DataParallel a replica's forward would be that of the layer on the first GPU.
+        others = getattr(args, "activation_offloading", False) or args.n_gpu > 1
+        wanted = self.layers not in (NONE, 0) and not others
         self._timer = self._timer_of(args.device)
         self._reset(active=wanted and self._recompute.measures and self._timer is not None)
         if not wanted or not isinstance(self.layers, int):
@@ -113,12 +115,13 @@ class OffloadChoice(TrainerCallback):  # type: ignore[misc]
         elif self._step == _JUDGE:
             self._judge(timer, args.device)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave the layers as they were found; `recompute` switches checkpointing on again itself."""
+    def undo(self) -> None:
+        """Leave layers and host memory as they were, also after a failure; `recompute` undoes its own part."""
         self._unmark()
         if self._offload is not None:
             self._offload.close()
             self._offload = None
+        self._arena.release()  # reserved for a try that training did not come to
 
     def _time_forward(self, timer: DeviceTimer, device: torch.device) -> None:
         """Note when a forward pass begins and when its backward pass does, and copy beside the first one."""

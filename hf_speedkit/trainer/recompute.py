@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.core.memory import GIB, Kept, layers_that_fit, room_for_tensors
 from hf_speedkit.measure.device_memory import DeviceMemory, device_memory
 from hf_speedkit.trainer.kept_products import KeptProducts
+from hf_speedkit.trainer.layer_marks import lay_over
 from hf_speedkit.trainer.peak_watch import PeakWatch
 from hf_speedkit.trainer.reduction import gather_over_ranks
 
@@ -55,10 +57,13 @@ class _Layer:
             if on:
                 self.module.__dict__.pop("forward", None)
             else:
-                inner = self.module._checkpoint_wrapped_module
-                self.module.forward = lambda *args, **kwargs: inner(*args, **kwargs)  # type: ignore[method-assign]
+                self.module.forward = MethodType(_inside, self.module)  # type: ignore[method-assign]
         else:
             self.module.gradient_checkpointing = on  # type: ignore[assignment]
+
+
+def _inside(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    return wrapper._checkpoint_wrapped_module(*args, **kwargs)
 
 
 def checkpointed_layers(model: torch.nn.Module) -> list[_Layer]:
@@ -107,6 +112,7 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
         self._memory: DeviceMemory | None = None
         self._candidates: list[_Layer] = []
         self._peaks: PeakWatch | None = None
+        self._unwatch: list[Callable[[], None]] = []
         self._searches = 0
         self._step = 0
 
@@ -116,10 +122,11 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
         self.total = self.checkpointed = len(self._candidates)
         self.offloaded, self.with_products = frozenset(), 0
         self._step = 0
-        for layer in self._candidates if self._products else ():
+        one_device = args.n_gpu <= 1  # a replica of DataParallel's would run the forward of the first GPU's layer
+        for layer in self._candidates if self._products and one_device else ():
             layer.products = KeptProducts(layer.module)
             layer.products.watch()
-        measures = self.layers == AUTO and self._packed and self._candidates
+        measures = self.layers == AUTO and self._packed and self._candidates and one_device
         self._memory = self._memory_of(args.device) if measures else None
         if isinstance(self.layers, int):
             if self.layers > self.total:
@@ -140,7 +147,8 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
         self._step += 1
         if self._memory is None:
             if self._step == 1 and self._products:  # their sizes are known now
-                self._settle(Kept(self.total - self.checkpointed, self.checkpointed))
+                some = self.checkpointed if any(self._product_bytes()) else 0
+                self._settle(Kept(self.total - self.checkpointed, some))
             return
         if self._step == 1:
             # The last layer of each kind keeps its activations in step 2, and what it keeps is noted.
@@ -155,8 +163,11 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
         elif self._step in _LOOKS and (self.checkpointed != self.total or self.with_products):
             self._look(self._memory, args.device)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave the layers as they were found."""
+    def undo(self) -> None:
+        """Leave the layers as they were found, also where training failed in the middle of a step."""
+        for restore in self._unwatch:
+            restore()
+        self._unwatch = []
         if self._peaks is not None:
             self._peaks.finish()
             self._peaks = None
@@ -190,27 +201,24 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
             return None
         twice = len(set(range(self.checkpointed)) - self.offloaded)
         also = f", activations of {len(self.offloaded)} in host memory" if self.offloaded else ""
-        also += f", with the products of {self.with_products} kept" if self.with_products else ""
+        keeping = len(set(range(self.checkpointed - self.with_products, self.checkpointed)) - self.offloaded)
+        also += f", with the products of {keeping} kept" if keeping else ""
         return f"activation checkpointing: {twice} of {self.total} layers{also}"
 
     def _watch(self, layer: _Layer, memory: DeviceMemory) -> None:
         """Note what the next forward pass of this layer leaves allocated; inside FSDP2's hooks, so without weights."""
-        module = layer.module
-        former, own = module.forward, module.__dict__.get("forward")
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(former: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():  # an evaluation between the steps, where nothing is kept
                 return former(*args, **kwargs)
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own
+            restore()
             before = memory.allocated()
             output = former(*args, **kwargs)
             self.kept_bytes[layer.kind] = max(0, memory.allocated() - before)
             return output
 
-        module.forward = forward
+        restore = lay_over(layer.module, forward)
+        self._unwatch.append(restore)
 
     def _last_of_each_kind(self) -> dict[tuple[str, ...], _Layer]:
         return {layer.kind: layer for layer in self._candidates}
@@ -223,10 +231,9 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
         watched = list(self._last_of_each_kind().values())
         already = [number for number, layer in enumerate(self._candidates) if layer in watched]
         known = [size for size in kept if size is not None]
-        products = [0 if layer.products is None else layer.products.bytes for layer in self._candidates]
         chosen = Kept(0)
         if len(known) == len(kept):
-            chosen = layers_that_fit(known, peaks, already=already, room=room, products=products)
+            chosen = layers_that_fit(known, peaks, already=already, room=room, products=self._product_bytes())
         # Ranks that recompute differently would wait for one another in every step.
         rows = gather_over_ranks([chosen.alone, chosen.alone + chosen.products], device)
         alone, with_products = (int(min(column)) for column in zip(*rows, strict=True))
@@ -237,6 +244,9 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
             "%s; tensors took %.1f GiB of %.1f at most before the backward pass and %.1f in it, a layer keeps %s GiB",
             self.line(), peaks.forward / GIB, room / GIB, max(peaks.backward) / GIB, sizes,
         )  # fmt: skip
+
+    def _product_bytes(self) -> list[int]:
+        return [0 if layer.products is None else layer.products.bytes for layer in self._candidates]
 
     def _look(self, memory: DeviceMemory, device: torch.device) -> None:
         """Checkpoint a third more of the layers left alone where the allocator had to search for memory.
@@ -258,5 +268,5 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
         self.checkpointed, self.with_products = self.total - kept.alone, kept.products
         for number, layer in enumerate(self._candidates):
             layer.switch(number < self.checkpointed and number not in self.offloaded)
-            if layer.products is not None:
+            if layer.products is not None and self._step:  # before, they are watched
                 layer.products.switch(layer.on and number >= self.checkpointed - kept.products)

@@ -163,7 +163,8 @@ class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
             products=args.activation_checkpointing_keep == "products",
         )
         self.add_callback(self.recompute)
-        self.add_callback(OffloadChoice(args.activation_offloading_layers, self.recompute))
+        self.offloading = OffloadChoice(args.activation_offloading_layers, self.recompute)
+        self.add_callback(self.offloading)
         self.add_callback(QuietGarbage(self.until_trained))
         self.trace = TraceCallback(args.trace_steps) if args.trace_steps else None
         attach(self, *(callback for callback in (self.startup, self.throughput, self.trace) if callback is not None))
@@ -244,6 +245,8 @@ class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
         self._existing_run = None  # from here on what lies there is ours
         with ExitStack() as self._running:
             self._running.enter_context(self.startup.watched())  # sharding and loading can fail on one rank alone
+            self._running.callback(self.recompute.undo)
+            self._running.callback(self.offloading.undo)
             if self.trace is not None:
                 self._running.enter_context(self.trace.closing())
             output = super().train(resume_from_checkpoint, *args, **kwargs)

@@ -14,7 +14,6 @@ from transformers import TrainerCallback
 from two_process_run import build
 
 from hf_speedkit.trainer import offload
-from hf_speedkit.trainer.offload_choice import OffloadChoice
 from hf_speedkit.trainer.prepared import shard_groups
 
 STEPS, LOOKED_AT = 20, (1, 11, 20)
@@ -202,8 +201,7 @@ def with_activations_on_the_host(path, **changes):
 
     class Counts(TrainerCallback):
         def on_step_end(self, args, state, control, **_):
-            (choice,) = [one for one in trainer.callback_handler.callbacks if isinstance(one, OffloadChoice)]
-            counts.append([len(one.held) for one in choice._offload._passes.values()])
+            counts.append([len(one.held) for one in trainer.offloading._offload._passes.values()])
 
     smallest, offload.SMALLEST_BYTES = offload.SMALLEST_BYTES, 64
     try:

@@ -6,6 +6,8 @@ from support import tiny_hybrid
 from test_recompute import FakeMemory
 from test_sft import trainer_for
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import TrainerCallback
 
 from hf_speedkit.core.memory import Kept, StepPeaks, layers_that_fit
 from hf_speedkit.trainer.kept_products import KeptProducts, kept_flops_per_token
@@ -21,8 +23,9 @@ def products(monkeypatch):
     linear = torch.nn.functional.linear
 
     def counted(rows, weight, bias=None):
+        output = linear(rows, weight, bias)  # at a layer's last one recomputation ends, and does not come back
         counts[id(weight)] = counts.get(id(weight), 0) + 1
-        return linear(rows, weight, bias)
+        return output
 
     monkeypatch.setattr(torch.nn.functional, "linear", counted)
     return counts
@@ -44,6 +47,12 @@ def gradients(model, *rows):
     for loss in losses:
         loss.backward()
     return {name.replace("_checkpoint_wrapped_module.", ""): p.grad.clone() for name, p in model.named_parameters()}
+
+
+def flops(model):
+    with FlopCounterMode(display=False) as counter:
+        gradients(model, IDS)
+    return counter.get_total_flops()
 
 
 def switched_on(model, kept):
@@ -75,12 +84,18 @@ def test_gradients_are_the_same_and_no_product_is_computed_twice(products, wrapp
         )
     # Every product but the down projection, at which recomputation stops by itself.
     linears = [[m for m in layer.modules() if type(m) is torch.nn.Linear] for layer in layers]
-    without_last = [[m for m in each if m.out_features != 32 or m.in_features != 64] for each in linears]
+    without_last = [
+        [m for name, m in layer.named_modules() if type(m) is torch.nn.Linear and "down_proj" not in name]
+        for layer in layers
+    ]
+    multiplied = flops(model)
+    saved = IDS.numel() * sum(map(kept_flops_per_token, layers))  # what speed/hfu is less by
     for layer, one, maps in zip(layers, kept, without_last, strict=True):
         assert one.bytes == sum(4 * IDS.numel() * m.out_features for m in maps)
         assert kept_flops_per_token(layer) == sum(2 * m.weight.numel() for m in maps)
         one.switch(False)
         assert kept_flops_per_token(layer) == 0
+    assert flops(model) - multiplied == saved > 0
     products.clear()
     gradients(model, IDS)
     assert max(products[key] for key in weights) == 2
@@ -101,6 +116,57 @@ def test_forward_passes_before_a_backward_pass_never_get_one_anothers_outputs(or
     for one in kept:
         one.switch(False)
     assert all(torch.equal(value, found[name]) for name, value in gradients(model, rows[0]).items())
+
+
+def test_a_graph_that_is_kept_is_run_again_with_its_own_outputs_beside_a_pass_that_waits():
+    model, kept = checkpointed()
+    first, second = IDS, (IDS + 1) % 19 + 1
+
+    def one_step():
+        model.zero_grad()
+        loss = model(input_ids=first, labels=first).loss
+        loss.backward(retain_graph=True)
+        other = model(input_ids=second, labels=second).loss
+        loss.backward()
+        other.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = one_step()
+    switched_on(model, kept)
+    assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(one_step(), expected, strict=True))
+
+
+def test_overlapping_passes_after_one_that_was_run_twice_never_get_one_anothers_outputs():
+    """Passes are not counted: a recomputation too many would make a pass that waits look like none."""
+    model, kept = checkpointed()
+    rows = [(IDS + shift) % 19 + 1 for shift in range(3)]
+    expected = gradients(model, *rows)
+    switched_on(model, kept)
+    model.zero_grad()
+    first, second = (model(input_ids=ids, labels=ids).loss for ids in rows[:2])
+    first.backward()
+    for one in (each for layer in kept for each in layer._maps):
+        one._waits = False  # as after a checkpointed part inside the layer
+    third = model(input_ids=rows[2], labels=rows[2]).loss
+    second.backward()
+    third.backward()
+    assert all(torch.allclose(p.grad, expected[name], atol=1e-7) for name, p in model.named_parameters())
+
+
+def test_of_a_frozen_map_its_input_is_not_held():
+    def held(on):
+        model, kept = checkpointed()
+        if on:
+            switched_on(model, kept)
+        model.activation_checkpointing_disable()
+        model.requires_grad_(False)
+        model.model.embed_tokens.weight.requires_grad_(True)
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.nbytes) or x, lambda x: x):
+            model(input_ids=IDS, labels=IDS)
+        return sum(sizes)
+
+    assert held(on=True) == held(on=False)
 
 
 def test_a_pass_without_its_backward_pass_is_forgotten_at_the_next_step(products):
@@ -149,10 +215,25 @@ def test_other_ways_of_training_come_out_the_same(way):
         one.switch(True)
     for a, b in zip(step(), expected, strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
+    claimed = sum(kept_flops_per_token(layer.module) for layer in checkpointed_layers(model))
+    assert bool(claimed) == (way == "frozen")  # nothing is kept under the other two, and nothing is said to be
+
+
+class Products(TrainerCallback):
+    """How often one map is multiplied out in each step."""
+
+    def __init__(self, counts, weight):
+        self.counts, self.weight, self.of_steps = counts, weight, []
+
+    def on_step_begin(self, *_, **__):
+        self.counts.clear()
+
+    def on_step_end(self, *_, **__):
+        self.of_steps.append(self.counts[id(self.weight)])
 
 
 @pytest.mark.parametrize(("layers", "expected"), [("all", 4), (3, 3), ("auto", 4)])
-def test_a_run_keeps_them_from_step_2_and_its_weights_come_out_the_same(tmp_path, layers, expected):
+def test_a_run_keeps_them_from_step_2_and_its_weights_come_out_the_same(tmp_path, products, layers, expected):
     weights = []
     for name, keep in (("nothing", "nothing"), ("products", "products")):
         model = tiny_hybrid()
@@ -160,8 +241,11 @@ def test_a_run_keeps_them_from_step_2_and_its_weights_come_out_the_same(tmp_path
             tmp_path / name, model=model, max_steps=4, activation_checkpointing=True, isolation_check=False,
             activation_checkpointing_layers=layers, activation_checkpointing_keep=keep,
         )  # fmt: skip
+        counts = Products(products, model.model.layers[0].mlp.gate_proj.weight)
+        trainer.add_callback(counts)
         trainer.train()
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert counts.of_steps[1:] == [1, 1, 1]
     assert torch.equal(*weights)
     assert f"of 4 layers, with the products of {expected} kept" in trainer.recompute.line()
     assert not any("forward" in module.__dict__ for module in model.model.layers.modules())

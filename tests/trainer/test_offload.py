@@ -1,17 +1,23 @@
 """Activations in host memory between forward and backward pass: the same numbers, off the device, back in time."""
 
+import copy
+
 import pytest
 import torch
 from support import tiny_hybrid
 from test_recompute import FakeMemory
 from test_sft import trainer_for
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers import TrainerCallback
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.core.memory import GIB, NO_OFFLOADING, Offloading, copied_before, layers_to_offload
 from hf_speedkit.measure.host_memory import available_host_bytes
 from hf_speedkit.trainer import offload
+from hf_speedkit.trainer.kept_products import kept_flops_per_token
 from hf_speedkit.trainer.offload import ActivationOffload, HostArena
-from hf_speedkit.trainer.offload_choice import OffloadChoice, spread
+from hf_speedkit.trainer.offload_choice import spread
+from hf_speedkit.trainer.recompute import checkpointed_layers
 
 CPU = torch.device("cpu")
 
@@ -20,11 +26,6 @@ CPU = torch.device("cpu")
 def small(monkeypatch):
     """Storages of a tiny model count as large."""
     monkeypatch.setattr(offload, "SMALLEST_BYTES", 64)
-
-
-def offload_choice_of(trainer):
-    (found,) = [one for one in trainer.callback_handler.callbacks if isinstance(one, OffloadChoice)]
-    return found
 
 
 def batch(length=24):
@@ -141,6 +142,82 @@ def test_longer_rows_and_a_graph_that_is_used_twice_are_right_too(small):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 1, 0)], ids=["first", "last", "one twice"])
+def test_a_pass_before_the_backward_pass_of_another_does_not_write_over_it(small, order):
+    model = tiny_hybrid().train()
+
+    def one_step():
+        model.zero_grad()
+        losses = [model(input_ids=ids, labels=ids).loss for ids in (batch(), batch() + 1)]
+        for place, number in enumerate(order):
+            losses[number].backward(retain_graph=number in order[place + 1 :])
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = one_step()
+    offloaded(model, [0, 1, 2])
+    for _ in range(2):
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(one_step(), expected, strict=True))
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_copy_of_the_model_computes_with_its_own_weights(small, wrapped):
+    model = tiny_hybrid().train()
+    expected = gradients(model, batch())
+    if wrapped:
+        for number, layer in enumerate(model.model.layers):
+            model.model.layers[number] = checkpoint_wrapper(layer)
+        for layer in checkpointed_layers(model):
+            layer.switch(False)
+    offloaded(model, [0, 2])
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    found = gradients(copied, batch())
+    found = {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in found.items()}
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+class Fails(TrainerCallback):
+    def __init__(self, at):
+        self.at = at
+
+    def on_pre_optimizer_step(self, args, state, control, **_):
+        if state.global_step == self.at:
+            raise RuntimeError("stops here")
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_a_training_that_fails_leaves_the_layers_as_they_were_and_the_next_one_goes_on_with_them(tmp_path, small, auto):
+    def left_behind():
+        over = [name for name, part in model.named_modules() if "forward" in part.__dict__]
+        hooks = [len(layer._forward_hooks) + len(layer._forward_pre_hooks) for layer in model.model.layers]
+        claims = [kept_flops_per_token(layer) for layer in model.model.layers]
+        return over, sum(hooks), sum(claims), [layer.gradient_checkpointing for layer in model.model.layers]
+
+    model, fails = tiny_hybrid(), Fails(4 if auto else 2)
+    model.activation_checkpointing_enable()
+    values = {} if auto else {"activation_checkpointing_layers": 3}
+    trainer = trainer_for(
+        tmp_path, model=model, max_steps=6, activation_checkpointing=True, isolation_check=False, callbacks=[fails],
+        activation_checkpointing_keep="products", activation_offloading_layers="auto" if auto else 1, **values,
+    )  # fmt: skip
+    if auto:  # the try has begun, and nothing has been chosen
+        memory = FakeMemory(trainer, kept=10**9, peak=10, fits=4)
+        trainer.recompute._memory_of = lambda device: memory
+        trainer.offloading._timer_of = lambda device: FakeTimer(trainer.recompute, 0.9)
+    before = left_behind()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="stops here"):
+            trainer.train()
+        assert left_behind() == before
+        assert trainer.offloading._arena.total_bytes == 0
+    fails.at = None
+    trainer.train()
+    assert trainer.recompute.total == 4
+    assert left_behind() == before
+
+
 @pytest.mark.parametrize("layers", [2, "4"])
 def test_a_number_of_layers_changes_no_weight_and_is_undone(tmp_path, small, layers):
     weights = []
@@ -160,7 +237,7 @@ def test_a_number_of_layers_changes_no_weight_and_is_undone(tmp_path, small, lay
 
 def test_layers_that_keep_no_products_go_to_the_host_first(tmp_path, small):
     trainer = trainer_for(tmp_path, activation_checkpointing=True, max_steps=1)
-    recompute, choice = trainer.recompute, offload_choice_of(trainer)
+    recompute, choice = trainer.recompute, trainer.offloading
     trainer.train()
     for with_products, places in ((2, {0, 1}), (3, {0, 2})):
         recompute.with_products = with_products
@@ -220,7 +297,7 @@ def test_auto_tries_times_and_keeps_what_is_faster(tmp_path, caplog, layers, aft
     memory, forward = FakeMemory(trainer, kept=10, peak=peaks[1], fits=4), iter([0, peaks[0]])
     memory.peak_allocated = lambda: next(forward, peaks[1])
     trainer.recompute._memory_of = lambda device: memory
-    choice = offload_choice_of(trainer)
+    choice = trainer.offloading
     choice._timer_of = lambda device: FakeTimer(trainer.recompute, after)
     choice._host_bytes = lambda: host
     with caplog.at_level("INFO", "hf_speedkit.trainer.offload_choice"):
