@@ -1,6 +1,7 @@
 """Activations in host memory between forward and backward pass: the same numbers, off the device, back in time."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -259,6 +260,24 @@ def test_trls_own_offloading_leaves_ours_out(tmp_path):
     trainer.args.activation_offloading = True  # TRL itself refuses it on a CPU
     trainer.train()
     assert not trainer.recompute.offloaded
+
+
+def test_nothing_lies_over_a_layer_that_dataparallel_would_replicate(tmp_path):
+    trainer = trainer_for(
+        tmp_path,
+        activation_checkpointing=True,
+        activation_offloading_layers=2,
+        activation_checkpointing_keep="products",
+    )
+    trainer.model.activation_checkpointing_enable()
+    args = SimpleNamespace(device=CPU, n_gpu=2)
+    memory = FakeMemory(trainer, kept=10, peak=10, fits=4)
+    trainer.recompute._memory_of = lambda device: memory
+    trainer.recompute.on_train_begin(args, None, None, model=trainer.model)
+    trainer.offloading.on_train_begin(args, None, None)
+    assert trainer.recompute.total == 4
+    assert not trainer.recompute.measures
+    assert not any("forward" in part.__dict__ for part in trainer.model.model.modules())
 
 
 class FakeTimer:
