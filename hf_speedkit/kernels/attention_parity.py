@@ -7,7 +7,6 @@ comparison costs neither a product of matrices nor T^2, and every slot of traini
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from hf_speedkit.kernels.fused_attention import heads_of, is_gated
-from hf_speedkit.kernels.fused_parity import COMPARED_ROWS, Parity, judge, plain_twin
+from hf_speedkit.kernels.fused_parity import (
+    COMPARED_ROWS,
+    Given,
+    Parity,
+    first_run,
+    judge,
+    not_finite,
+    other_dtype,
+    plain_twin,
+)
+from hf_speedkit.kernels.probe import TOLERANCES, first_words
 
 _NAME = "speedkit_adds_up"
 COMPARED_SLOTS = 1024
@@ -73,28 +82,24 @@ def compare_attention(
             one_tables = tuple(table[:, :1] for table in tables)
             plain, plain_hands = _run(twin, own, one_slot, weights, one_tables, incoming[:, :1])
         except Exception as error:  # noqa: BLE001 (any model's own code)
-            return Parity(problem=f"its own forward does not run by itself ({type(error).__name__}: {_first(error)})")
-        began = time.perf_counter()
-        try:
-            found, hands = _run(twin, forward, given, weights, tables, incoming)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-        except Exception as error:  # noqa: BLE001 (whatever a kernel raises is the finding)
-            return Parity(problem=f"it raises {type(error).__name__}: {_first(error)}")
-    seconds = time.perf_counter() - began
+            return Parity(problem=f"its own forward does not run by itself ({first_words(error)})")
+        outcome = first_run(lambda: _run(twin, forward, given, weights, tables, incoming), device)
+    if isinstance(outcome, Parity):
+        return outcome
+    (found, hands), seconds = outcome
     if hands.arguments != wanted_hands.arguments:
         return Parity(problem=_other_arguments(hands.arguments, wanted_hands.arguments))
-    for name, value in {"the output": plain["the output"], **plain_hands.tensors}.items():
-        mine = found["the output"] if name == "the output" else hands.tensors[name]
-        if mine.dtype != value.dtype:
-            return Parity(problem=f"{name} is {mine.dtype}, the layer's is {value.dtype}")
-    for name, value in found.items():
-        if not bool(torch.isfinite(value).all()):
-            return Parity(problem=f"{name} is not finite")
+    everything = {**found, **hands.tensors}
+    other = other_dtype(everything, {"the output": plain["the output"], **plain_hands.tensors})
+    problem = other or not_finite(everything)
+    if problem is not None:
+        return problem
     found = {name: value if name in weights else value[:, examined] for name, value in found.items()}
     found |= {name: value[:, :, examined] for name, value in hands.tensors.items()}
     count = examined.stop - examined.start
-    return judge(found, {**wanted, **wanted_hands.tensors}, [*weights, *hands.tensors], count, dtype, seconds)
+    return judge(
+        found, {**wanted, **wanted_hands.tensors}, [*weights, *hands.tensors], count, TOLERANCES[dtype], seconds
+    )
 
 
 def _run(
@@ -109,7 +114,7 @@ def _run(
     norms: dict[str, Any] = {
         name: plain_twin(getattr(twin, name), {"weight": weight}) for name, weight in weights.items()
     }
-    projections = {name: _Given(leaf) for name, leaf in leaves.items()}
+    projections = {name: Given(leaf) for name, leaf in leaves.items()}
     twin._modules = {**projections, "o_proj": nn.Identity(), **norms}
     handed = twin.config.handed = _Handed()
     parameters = {name: norm.weight for name, norm in norms.items()}
@@ -121,19 +126,6 @@ def _run(
         values = torch.autograd.grad(output, targets, incoming.to(output.dtype))
     names = [*(f"the gradient of {name}'s output" for name in leaves), *parameters]
     return {"the output": output.detach(), **dict(zip(names, values, strict=True))}, handed
-
-
-class _Given(nn.Module):
-    """Stands for a projection: its output was given."""
-
-    def __init__(self, output: Tensor) -> None:
-        super().__init__()
-        self.output = output
-        self.out_features = output.shape[-1]
-
-    def forward(self, _: Tensor) -> Tensor:
-        # As of a linear layer: something computed, not a leaf.
-        return self.output * 1
 
 
 @contextmanager
@@ -200,7 +192,3 @@ def _tables(rotary_dim: int, slots: int, device: torch.device, dtype: torch.dtyp
 
 def _random(shape: Any, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.randn(tuple(shape), generator=generator, device=device).to(dtype)
-
-
-def _first(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]

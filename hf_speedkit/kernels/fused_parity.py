@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from hf_speedkit.kernels.fused_forwards import GATED_NORM, SWIGLU, Forward
-from hf_speedkit.kernels.probe import TOLERANCES
+from hf_speedkit.kernels.probe import TOLERANCES, first_words
+
+Found = TypeVar("Found")
 
 COMPARED_ROWS = 16_384
 """Rows that are compared; further ones run, because some kernels are chosen by the number of rows."""
@@ -60,17 +62,41 @@ def compare(
     incoming[:, examined:] = 0
     expected, _ = _run(module, own, exact_inputs, exact_weights, incoming[:, :examined].float())
     plain_type = _run(module, own, [value[:, :1] for value in inputs], weights, incoming[:, :1])[0]["the output"].dtype
-    began = time.perf_counter()
-    try:
-        found, _ = _run(module, forward, inputs, weights, incoming)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    except Exception as error:  # noqa: BLE001 (whatever a foreign kernel raises is the finding)
-        return Parity(problem=f"it raises {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
-    seconds = time.perf_counter() - began
+    outcome = first_run(lambda: _run(module, forward, inputs, weights, incoming), device)
+    if isinstance(outcome, Parity):
+        return outcome
+    (found, _), seconds = outcome
     if found["the output"].dtype != plain_type:
         return Parity(problem=f"its output is {found['the output'].dtype}, the layer's is {plain_type}")
-    return judge(found, expected, weights, examined, dtype, seconds)
+    return not_finite(found) or judge(found, expected, weights, examined, TOLERANCES[dtype], seconds)
+
+
+def first_run(run: Callable[[], Found], device: torch.device) -> tuple[Found, float] | Parity:
+    """What a forward that is to be proven gives, and the seconds of its first call; its problem where it raises."""
+    began = time.perf_counter()
+    try:
+        found = run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # an asynchronous fault must show here
+    except Exception as error:  # noqa: BLE001 (whatever a kernel raises is the finding)
+        return Parity(problem=f"it raises {first_words(error)}")
+    return found, time.perf_counter() - began
+
+
+def not_finite(found: Mapping[str, Tensor]) -> Parity | None:
+    """The problem where something has a number that is none, in rows that are not compared as well."""
+    for name, value in found.items():
+        if not bool(torch.isfinite(value).all()):
+            return Parity(problem=f"{name} is not finite")
+    return None
+
+
+def other_dtype(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Parity | None:
+    """The problem where something has another dtype than the layer's own, by name."""
+    for name, wanted in expected.items():
+        if found[name].dtype != wanted.dtype:
+            return Parity(problem=f"{name} is {found[name].dtype}, the layer's is {wanted.dtype}")
+    return None
 
 
 def multiplies_by_one_plus_weight(module: nn.Module) -> bool:
@@ -94,26 +120,24 @@ def judge(
     expected: Mapping[str, Tensor],
     whole: Container[str],
     examined: int,
-    dtype: torch.dtype,
+    tolerance: float,
     seconds: float,
 ) -> Parity:
     """The largest relative error of what was found, or the first problem.
 
     Args:
-        found, expected: outputs and gradients by name, the latter in float32.
+        found, expected: outputs and gradients by name.
         whole: names of those without a dimension of rows; of all others, [1, rows ...], the first `examined` count.
-        dtype: of the activations.
+        tolerance: largest relative error.
         seconds: of the first call.
     """
     worst = 0.0
     for name, wanted in expected.items():
         value = found[name].float()
         value = value if name in whole else value[:, :examined]
-        if not bool(torch.isfinite(found[name]).all()):
-            return Parity(problem=f"{name} is not finite")
-        error = float((value - wanted).norm() / wanted.norm().clamp_min(1e-30))
-        if not error <= TOLERANCES[dtype]:
-            return Parity(problem=f"{name} is off by {error:.1%} (tolerance {TOLERANCES[dtype]:.1%})", error=error)
+        error = float((value - wanted.float()).norm() / wanted.float().norm().clamp_min(1e-30))
+        if not error <= tolerance:
+            return Parity(problem=f"{name} is off by {error:.1%} (tolerance {tolerance:.1%})", error=error)
         worst = max(worst, error)
     return Parity(error=worst, first_call_s=seconds)
 
@@ -144,6 +168,20 @@ def plain_twin(module: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
         halves = {"gate_proj": _Half(0), "up_proj": _Half(1), "down_proj": nn.Identity()}
         twin._modules = {**module._modules, **halves}
     return twin
+
+
+class Given(nn.Module):
+    """Stands for a projection: gives what was drawn, whatever comes in, so that no large product is made."""
+
+    def __init__(self, output: Tensor) -> None:
+        super().__init__()
+        self.output = output
+        self.out_features = output.shape[-1]
+
+    def forward(self, _: Tensor) -> Tensor:
+        """What was drawn."""
+        # As of a linear layer: something computed, not a leaf.
+        return self.output * 1
 
 
 class _Half(nn.Module):

@@ -7,7 +7,6 @@ are stood in for by what they would give, so sharded, adapted and quantised ones
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
@@ -16,9 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from hf_speedkit.kernels.fused_forwards import Forward
-from hf_speedkit.kernels.fused_parity import COMPARED_ROWS, Parity, plain_twin
+from hf_speedkit.kernels.fused_parity import (
+    COMPARED_ROWS,
+    Given,
+    Parity,
+    first_run,
+    judge,
+    other_dtype,
+    plain_twin,
+)
 from hf_speedkit.kernels.gated_delta_forward import projection_widths
-from hf_speedkit.kernels.probe import EDGE_LENGTHS
+from hf_speedkit.kernels.probe import EDGE_LENGTHS, first_words
 from hf_speedkit.kernels.probe_batch import Draw, batch_keys
 
 SAME = 1e-5
@@ -44,15 +51,12 @@ def compare_split(layer: Any, forward: Forward, *, slots: int, device: torch.dev
     try:
         expected = _run(twin, type(layer).forward, leaves, borders, incoming)
     except Exception as error:  # noqa: BLE001 (a layer that cannot be called like this cannot be compared)
-        return Parity(problem=f"the layer's own forward raises {_words(error)}")
-    began = time.perf_counter()
-    try:
-        found = _run(twin, forward, leaves, borders, incoming)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # an asynchronous fault must show here
-    except Exception as error:  # noqa: BLE001 (whatever a foreign kernel raises is the finding)
-        return Parity(problem=f"it raises {_words(error)}")
-    return _judge(found, expected, tolerance, time.perf_counter() - began)
+        return Parity(problem=f"the layer's own forward raises {first_words(error)}")
+    outcome = first_run(lambda: _run(twin, forward, leaves, borders, incoming), device)
+    if isinstance(outcome, Parity):
+        return outcome
+    found, seconds = outcome
+    return other_dtype(found, expected) or judge(found, expected, expected, 0, tolerance, seconds)
 
 
 def _borders(slots: int, device: torch.device) -> tuple[int, ...]:
@@ -84,20 +88,9 @@ def _twin(layer: nn.Module, leaves: Mapping[str, Tensor]) -> nn.Module:
     twin = plain_twin(layer, {})
     twin.__dict__.update(A_log=leaves["A_log"], dt_bias=leaves["dt_bias"])
     convolution = _Weights(leaves["conv1d.weight"], leaves.get("conv1d.bias"))
-    given = {name: _Given(leaves[name]) for name in projection_widths(layer)}
+    given = {name: Given(leaves[name]) for name in projection_widths(layer)}
     twin._modules = {"conv1d": convolution, "norm": _Gate(), "out_proj": nn.Identity(), **given}
     return twin
-
-
-class _Given(nn.Module):
-    """Stands for a projection: gives what was drawn, whatever comes in."""
-
-    def __init__(self, value: Tensor) -> None:
-        super().__init__()
-        self.value = value
-
-    def forward(self, _: Tensor) -> Tensor:
-        return self.value
 
 
 class _Weights(nn.Module):
@@ -125,20 +118,3 @@ def _run(
         gradients = torch.autograd.grad(output, list(leaves.values()), incoming.to(output.dtype))
     named = {f"the gradient of {name}": value for name, value in zip(leaves, gradients, strict=True)}
     return {"the output": output.detach(), **named}
-
-
-def _judge(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float, seconds: float) -> Parity:
-    worst = 0.0
-    for name, wanted in expected.items():
-        value = found[name]
-        if value.dtype != wanted.dtype:
-            return Parity(problem=f"{name} is {value.dtype}, the layer's is {wanted.dtype}")
-        error = float((value.float() - wanted.float()).norm() / wanted.float().norm().clamp_min(1e-30))
-        if not error <= tolerance:
-            return Parity(problem=f"{name} is off by {error:.1%} (tolerance {tolerance:.1%})", error=error)
-        worst = max(worst, error)
-    return Parity(error=worst, first_call_s=seconds)
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -34,7 +34,7 @@ class _Gated(torch.autograd.Function):
         if output.device.type == "cuda":
             from hf_speedkit.kernels.output_gate_triton import multiply_by_sigmoid
 
-            multiply_by_sigmoid(_rows(output), _rows(gate), _rows(product))
+            multiply_by_sigmoid(head_rows(output), head_rows(gate), head_rows(product))
         else:
             product.copy_(output.float() * gate.float().sigmoid())
         return product
@@ -48,8 +48,8 @@ class _Gated(torch.autograd.Function):
         if output.device.type == "cuda":
             from hf_speedkit.kernels.output_gate_triton import multiply_by_sigmoid
 
-            rows = (_rows(output), _rows(gate), _rows(output_grad))
-            multiply_by_sigmoid(*rows, grad=_rows(grad), gate_grad=_rows(gate_grad))
+            rows = (head_rows(output), head_rows(gate), head_rows(output_grad))
+            multiply_by_sigmoid(*rows, grad=head_rows(grad), gate_grad=head_rows(gate_grad))
         else:
             factor = gate.float().sigmoid()
             output_grad.copy_(grad.float() * factor)
@@ -57,7 +57,7 @@ class _Gated(torch.autograd.Function):
         return output_grad, gate_grad
 
 
-def _rows(x: Tensor) -> Tensor:
-    """[B, T, H, D] as [B * T, H, D], the last dimension together in memory."""
+def head_rows(x: Tensor) -> Tensor:
+    """[B, T, H, D] as [B * T, H, D]: a view where it can be one, with the last dimension together in memory."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     return x.reshape(-1, *x.shape[2:])

@@ -236,7 +236,7 @@ def _run(function: Callable[..., Any], row: Example) -> tuple[Tensor, dict[str, 
         if row.device.type == "cuda":
             torch.cuda.synchronize(row.device)  # an asynchronous fault must show here, and the clock must see the end
     except Exception as error:  # noqa: BLE001 (whatever a foreign kernel raises is the finding)
-        return _broken(f"{stage} raises {type(error).__name__}: {_first_line(error)}")
+        return _broken(f"{stage} raises {first_words(error)}")
     return output.detach(), found
 
 
@@ -321,5 +321,6 @@ def _broken(detail: str) -> ProbeOutcome:
     return ProbeOutcome(verdict=KernelVerdict.BROKEN, detail=detail)
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
+def first_words(error: Exception) -> str:
+    """Class and first line of an error."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hf_speedkit.kernels.output_gate import head_rows
+
 Pair = tuple[Tensor, Tensor]
 
 
@@ -69,14 +71,14 @@ class _NormAndRotate(torch.autograd.Function):
         batch, slots = queries.shape[:2]
         head_dim = q_weight.shape[0]
         weights = (q_weight, k_weight)
-        flat = (_rows(queries), _rows(keys))
+        flat = (head_rows(queries), head_rows(keys))
         cos, sin = (table.expand(batch, slots, -1).reshape(batch * slots, -1).contiguous() for table in (cos, sin))
         normed_dtype = queries.dtype if settings[2] else torch.promote_types(q_weight.dtype, queries.dtype)
         dtype = torch.promote_types(normed_dtype, cos.dtype)
         out = tuple(queries.new_empty((*x.shape[:3], head_dim), dtype=dtype) for x in (queries, keys))
         rstd = tuple(queries.new_empty(x.shape[:2], dtype=torch.float32) for x in flat)
         run = _norm_and_rotate_kernel if queries.device.type == "cuda" else _norm_and_rotate_in_torch
-        run(flat, weights, (cos, sin), tuple(map(_rows, out)), rstd, settings, normed_dtype)
+        run(flat, weights, (cos, sin), tuple(map(head_rows, out)), rstd, settings, normed_dtype)
         # The projections' own memory, not a copy; the gate's half of it serves the gate too.
         ctx.save_for_backward(queries, keys, q_weight, k_weight, cos, sin, *rstd)
         ctx.one_plus = settings[2]
@@ -92,23 +94,17 @@ class _NormAndRotate(torch.autograd.Function):
         q_out, k_out = out
         run = _gradients_kernel if queries.device.type == "cuda" else _gradients_in_torch
         sums = run(
-            (_rows(q_grad), _rows(k_grad)),
-            _rows(gate_grad) if gated and gate_grad is not None else None,
-            (_rows(queries), _rows(keys)),
+            (head_rows(q_grad), head_rows(k_grad)),
+            head_rows(gate_grad) if gated and gate_grad is not None else None,
+            (head_rows(queries), head_rows(keys)),
             weights,
             (cos, sin),
             tuple(rstd),
-            (_rows(q_out), _rows(k_out)),
+            (head_rows(q_out), head_rows(k_out)),
             ctx.one_plus,
         )
         weight_grads = (total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True))
         return (q_out, k_out, *weight_grads, None, None, None)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """[B, T, heads, D] as [B * T, heads, D]: a view where it can be one, with the last dimension together in memory."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    return x.reshape(-1, *x.shape[2:])
 
 
 def _norm_and_rotate_kernel(

@@ -1,9 +1,9 @@
 """Outputs of a checkpointed layer's matrix products, kept from its forward pass for its recomputation.
 
 Of what a layer computes twice under activation checkpointing, its products take most of the time and little of the
-memory: an output of 1 GiB in bf16 costs `in_features` x 1.1 TFLOP, 8 ms on an H200 at 5,120, and all that a layer would
-keep without checkpointing costs 5.4 ms a GiB. Norms, activations and attention are computed again. The numbers are the
-same: what is kept is what would be computed.
+memory: an output of 1 GiB in bf16 costs `in_features` x 1.1 GFLOP, by estimate 8 ms on an H200 at 5,120, and all that a
+layer would keep without checkpointing 5.4 ms a GiB (benchmarks/NOTES.md; not measured). Norms, activations and
+attention are computed again. The numbers are the same: what is kept is what would be computed.
 
 TRL's selective checkpointing keeps the outputs of sdpa and flash-attn operations (trl 1.16). torch's own
 (`create_selective_checkpoint_contexts`) looks at every operation from Python; here a few modules are looked at.
@@ -31,7 +31,6 @@ class KeptProducts:
     def __init__(self, layer: nn.Module) -> None:
         self._layer = layer
         self._maps = [_Map(module) for module in layer.modules() if isinstance(module, nn.Linear) and _is_plain(module)]
-        self._on = False
 
     @property
     def bytes(self) -> int:

@@ -12,7 +12,7 @@ import torch
 def mark_layers(
     layers: Sequence[torch.nn.Module],
     *,
-    forward: Callable[[int], None] | None = None,
+    forward: Callable[[int], None],
     backward: Callable[[int], None],
 ) -> list[Any]:
     """Call `forward(number)` before a layer's forward pass and `backward(number)` before its backward pass.
@@ -29,8 +29,7 @@ def mark_layers(
     """
     handles: list[Any] = []
     for number, layer in enumerate(layers):
-        if forward is not None:
-            handles.append(layer.register_forward_pre_hook(_before(number, forward)))
+        handles.append(layer.register_forward_pre_hook(_before(number, forward)))
         handles.append(layer.register_forward_hook(_after(number, backward)))
     return handles
 

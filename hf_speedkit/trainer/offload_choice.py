@@ -38,7 +38,7 @@ class OffloadChoice(TrainerCallback):  # type: ignore[misc]
 
     "auto" acts where layers are still checkpointed after `recompute` has filled the device: it times a forward pass and
     copies beside it, takes as many layers as there is time for, and goes back if the step did not get faster. Pinning
-    the memory takes about 0.6 s a GiB, once.
+    the memory takes about 0.7 s a GiB, once.
 
     Args:
         layers: "auto" (where `recompute` measures), "none", or how many, which are neither timed nor taken back.
