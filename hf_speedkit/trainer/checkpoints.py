@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -37,6 +36,7 @@ from hf_speedkit.trainer.export import (
     model_bytes,
     save_final_model,
 )
+from hf_speedkit.trainer.hardware import launched_here
 from hf_speedkit.trainer.resume import Reader, check_kind, loading_optimizer, refuse_weights_alone, settle_resume
 from hf_speedkit.trainer.resume_model import refuse_missing_weights
 from hf_speedkit.trainer.run_lock import run_lock
@@ -95,7 +95,7 @@ class SafeCheckpoints(StreamedBatches):
         args = self.args
         index, count = args.process_index, args.world_size
         if args.save_on_each_node:
-            index, count = args.local_process_index, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            index, count = args.local_process_index, launched_here()
         return Reader(
             index=index,
             count=count,

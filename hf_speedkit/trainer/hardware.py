@@ -13,7 +13,15 @@ from hf_speedkit.core.errors import ConfigurationError, HardwareError
 from hf_speedkit.core.memory import GIB, TrainingState, devices_needed, training_state_bytes
 from hf_speedkit.trainer.last_words import exit_with
 
-__all__ = ["MOMENT_BYTES", "exit_with", "find_missing_hardware", "require_hardware"]
+__all__ = [
+    "MOMENT_BYTES",
+    "exit_with",
+    "find_missing_hardware",
+    "is_on",
+    "launched_here",
+    "launched_processes",
+    "require_hardware",
+]
 
 # transformers 5.23 looks these names up in torch, so "bf16" would end in an AttributeError.
 _BYTES = {"bfloat16": 2.0, "float16": 2.0, "float32": 4.0, "auto": 2.0}
@@ -28,6 +36,8 @@ MOMENT_BYTES: dict[str, float | None] = {
     "adamw_torch_8bit": 1.0,
     "adamw_torch_4bit": 0.5,
 }
+# torchrun's and accelerate's, then those of MPIs in accelerate's order (1.15, utils/environment.py:277).
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
 _EXAMPLE_GPU_GIB = 80
 """Size of the GPU a need is expressed in where there is none to look at: an H100 or A100 of 80 GB."""
 
@@ -67,8 +77,8 @@ def require_hardware(settings: Mapping[str, object], *, command: str, world_size
     missing = find_missing_hardware(
         settings,
         gpus=visible_gpus(),
-        world_size=_environment_int("WORLD_SIZE") if world_size is None else world_size,
-        local_world_size=_environment_int("LOCAL_WORLD_SIZE"),
+        world_size=launched_processes() if world_size is None else world_size,
+        local_world_size=launched_here(),
         command=command,
     )
     if missing is not None:
@@ -258,8 +268,29 @@ def is_on(value: object) -> bool:
     return value.lower() not in ("", "false", "no", "off", "0", "none") if isinstance(value, str) else bool(value)
 
 
-def _environment_int(name: str) -> int:
-    text = os.environ.get(name, "1")
-    if not text.isdecimal():
+def launched_processes(environment: Mapping[str, str] | None = None) -> int:
+    """Processes of the job over all hosts, as the launcher says; 1 where none does.
+
+    Raises:
+        ConfigurationError: what it says is no count.
+    """
+    return _count(os.environ if environment is None else environment, ("WORLD_SIZE",))
+
+
+def launched_here(environment: Mapping[str, str] | None = None) -> int:
+    """Processes of the job on this host, as torchrun, accelerate or MPI says; 1 where none does (plain srun).
+
+    Raises:
+        ConfigurationError: what it says is no count.
+    """
+    return _count(os.environ if environment is None else environment, _LOCAL_SIZES)
+
+
+def _count(environment: Mapping[str, str], names: Sequence[str]) -> int:
+    name = next((name for name in names if name in environment), None)
+    if name is None:
+        return 1
+    text = environment[name]
+    if not text.isdecimal() or int(text) < 1:
         raise ConfigurationError(f"{name}={text!r} in the environment is not a count", mend=f"unset {name}")
     return int(text)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from hf_speedkit.core.errors import ConfigurationError
-from hf_speedkit.trainer.hardware import is_on
+from hf_speedkit.trainer.hardware import is_on, launched_here, launched_processes
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def announce_sharding(settings: Mapping[str, object], environment: MutableMappin
         ConfigurationError: hybrid sharding without FSDP2, over hosts of different size, or of one process each.
     """
     environment = os.environ if environment is None else environment
-    world, local = (int(environment.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    world, local = launched_processes(environment), launched_here(environment)
     sharded = is_on(settings.get("fsdp")) or is_on(environment.get("ACCELERATE_USE_FSDP"))
     hybrid = is_on(settings.get("hybrid_sharding"))
     if hybrid and not sharded:

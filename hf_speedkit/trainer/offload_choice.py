@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from transformers import TrainerCallback
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.core.memory import GIB, NO_OFFLOADING, Offloading, layers_to_offload
 from hf_speedkit.measure.host_memory import available_host_bytes
+from hf_speedkit.trainer.hardware import launched_here
 from hf_speedkit.trainer.layer_marks import mark_layers
 from hf_speedkit.trainer.offload import CHUNK_BYTES, ActivationOffload, HostArena
 from hf_speedkit.trainer.recompute import RecomputeChoice
@@ -219,7 +219,7 @@ def spread(count: int, over: int) -> Sequence[int]:
 
 def pinnable_bytes() -> int:
     """Memory of this host that this rank may pin: its share of half of what is free."""
-    return available_host_bytes() // 2 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return available_host_bytes() // 2 // launched_here()
 
 
 class DeviceTimer:

@@ -10,7 +10,7 @@ import pytest
 
 from hf_speedkit.core.errors import ConfigurationError, HardwareError
 from hf_speedkit.trainer import hardware
-from hf_speedkit.trainer.hardware import find_missing_hardware, require_hardware
+from hf_speedkit.trainer.hardware import find_missing_hardware, launched_here, launched_processes, require_hardware
 
 TINY = "accelerate launch recipes/qwen27b_sft.py --config recipes/tiny_sft.yaml"
 JOB = {"expected_parameters": "26.9e9", "dtype": "bfloat16", "bf16": False, "fsdp": True}
@@ -184,6 +184,15 @@ def test_the_environment_of_the_launcher_is_read(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "three")
     with pytest.raises(ConfigurationError, match="LOCAL_WORLD_SIZE='three'"):
         require_hardware(JOB, command=TINY)
+
+
+def test_processes_on_this_host_are_those_of_the_launcher_or_of_mpi():
+    assert launched_here({}) == launched_processes({}) == 1
+    mpi = {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+    assert launched_here(mpi) == 4
+    assert launched_here({**mpi, "LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"}) == 8
+    with pytest.raises(ConfigurationError, match=r"WORLD_SIZE='0'.*\n.*unset WORLD_SIZE"):
+        launched_processes({"WORLD_SIZE": "0"})
 
 
 def test_the_check_imports_nothing_heavy():
