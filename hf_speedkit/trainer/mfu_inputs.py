@@ -80,6 +80,7 @@ class RecomputedFlops:
         self._known_for: tuple[bool, ...] | None = None
         self._of_layers: ModelFlops | None = None
         self._recomputed: Collection[Part] | None = None
+        self._at_ends = 0.0
 
     def __call__(self, counts: TokenCounts) -> float | None:
         """FLOPs of counted tokens; None where they or the way of checkpointing are not known."""
@@ -95,7 +96,7 @@ class RecomputedFlops:
         layers = self._of_layers.recomputed(counts, self._recomputed)
         if layers is None or counts.real is None:
             return None
-        return layers + head - counts.real * sum(map(kept_flops_per_token, self._layers))
+        return layers + head + counts.real * (self._at_ends - sum(map(kept_flops_per_token, self._layers)))
 
     def _look(self, checkpointed: tuple[bool, ...]) -> None:
         indices = [index for index, on in enumerate(checkpointed) if on]
@@ -105,6 +106,11 @@ class RecomputedFlops:
         known = config.num_hidden_layers == len(checkpointed)
         self._of_layers = flops_of(self._model, layers=indices) if known else None
         self._recomputed = self._parts if self._parts is not None else recomputed_parts(self._layers[indices[0]])
+        self._at_ends = 0.0
+        if known and self._parts is None and self._recomputed == LAYER_PARTS:
+            self._at_ends = sum(
+                more_at_the_end(self._layers[index], model_flops(config.to_dict(), layers=[index])) for index in indices
+            )
 
 
 def flops_of(model: torch.nn.Module, *, layers: Sequence[int] | None = None) -> ModelFlops | None:
@@ -215,6 +221,37 @@ def recomputed_parts(layer: torch.nn.Module) -> frozenset[Part] | None:
     if settings is None or settings.get("context_fn") is not None:
         return None
     return REENTRANT_PARTS if settings.get("use_reentrant") else LAYER_PARTS
+
+
+def more_at_the_end(layer: torch.nn.Module, flops: ModelFlops | None) -> float:
+    """FLOPs a token that checkpointing computes again at a layer's end because of LoRA there, beyond `LAYER_PARTS`.
+
+    torch stops before the last operation that saves something. Without an adapter that is the down projection; with
+    one it is the adapter's own last map, which comes after the frozen projection and the adapter's first map: of the
+    adapter, counted whole among the parts, the last map alone is not made again.
+
+    Args:
+        layer: a checkpointed layer.
+        flops: its own.
+    """
+    if flops is None or not flops.feed_forward_output_per_token:
+        return 0.0
+    end = _last_map(layer)
+    if not hasattr(end, "base_layer"):
+        return 0.0
+    ups = [weight for name, weight in end.named_parameters() if "lora_B" in name and weight.requires_grad]
+    return flops.feed_forward_output_per_token - 2.0 * sum(weight.numel() for weight in ups) if ups else 0.0
+
+
+def _last_map(layer: torch.nn.Module) -> Any:
+    """A layer's last linear map, with the adapter around it: in order of definition, which ends with the output."""
+    last: Any = None
+    inside: set[int] = set()
+    for module in layer.modules():
+        if id(module) not in inside and (hasattr(module, "base_layer") or isinstance(module, torch.nn.Linear)):
+            inside.update(map(id, module.modules()))
+            last = module
+    return last
 
 
 def device_tensor_clock_mhz(args: TrainingArguments) -> float | None:

@@ -142,6 +142,9 @@ def lora(*also, kind="LORA", layers=range(4), **more):
     for index in layers:
         attention = model.model.layers[index].self_attn
         attention.q_proj, attention.v_proj = Adapter(attention.q_proj), Adapter(attention.v_proj)
+        for name in ("gate_proj", "down_proj"):
+            if name in also:
+                setattr(model.model.layers[index].mlp, name, Adapter(getattr(model.model.layers[index].mlp, name)))
     if "head" in also:
         model.lm_head = Saved(model.lm_head)
     if "embedding" in also:
@@ -185,6 +188,26 @@ def test_only_the_adapters_of_checkpointed_layers_are_counted():
     one_layer = 2 * (32 * 2 + 2 * 64) + 2 * (32 * 2 + 2 * 32)  # of query and value
     assert flops_of(model).adapter_per_token == 4 * one_layer
     assert flops_of(model, layers=[0, 2]).adapter_per_token == 2 * one_layer
+
+
+@pytest.mark.parametrize("also", [(), ("gate_proj",), ("down_proj",), ("gate_proj", "down_proj")], ids="+".join)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recompute_beside_lora_is_what_the_counter_sees(also, reentrant, monkeypatch):
+    monkeypatch.setattr("hf_speedkit.trainer.mfu_inputs.model_flops", partial(model_flops, causal=False))
+    model = lora(*also)
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    flops = flops_of(model)
+    assert counted(model) == flops.training([TOKENS]) + RecomputedFlops(model, flops, None)(COUNTS)
+
+
+def test_lora_on_the_down_projection_has_it_computed_again_but_not_the_adapters_last_map():
+    def again(*also):
+        model = lora(*also)
+        model.activation_checkpointing_enable({"use_reentrant": False})
+        return RecomputedFlops(model, flops_of(model), None)(COUNTS)
+
+    down, first = 2 * 24 * 32, 2 * 24 * 2  # multiply-adds of a token: 24 inputs, 32 outputs, rank 2
+    assert again("down_proj") - again() == 4 * TOKENS * (down + first)
 
 
 def test_several_gpus_in_one_process_have_no_mfu_and_are_told_how_to_start():
