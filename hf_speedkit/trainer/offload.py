@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from hf_speedkit.core.memory import Offloading, copied_before
+from hf_speedkit.core.errors import HardwareError
+from hf_speedkit.core.memory import GIB, Offloading, copied_before
 from hf_speedkit.trainer.layer_marks import lay_over, mark_layers
 
 SMALLEST_BYTES = 2**20
@@ -33,11 +34,20 @@ class HostArena:
     Args:
         pinned: only copies to and from pinned memory run beside the host.
         grows: take more from the host when what is reserved is used up, instead of giving nothing.
+        room: gives the bytes that the host has for one piece more; None asks nobody. Pinned memory cannot be swapped
+            out: what takes more than there is ends in a process that the kernel kills.
         chunk_bytes: size of one piece; no larger storage can be held.
     """
 
-    def __init__(self, *, pinned: bool, grows: bool = False, chunk_bytes: int = CHUNK_BYTES) -> None:
-        self._pinned, self._grows, self._chunk_bytes = pinned, grows, chunk_bytes
+    def __init__(
+        self,
+        *,
+        pinned: bool,
+        grows: bool = False,
+        room: Callable[[], int] | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        self._pinned, self._grows, self._room, self._chunk_bytes = pinned, grows, room, chunk_bytes
         self._chunks: list[torch.Tensor] = []
         self._used: list[int] = []
 
@@ -49,6 +59,9 @@ class HostArena:
     def reserve(self, size: int) -> None:
         """Hold at least `size` bytes. Raises RuntimeError where the host has not got them."""
         while self.total_bytes < size:
+            left = None if self._room is None else self._room()
+            if left is not None and left < self._chunk_bytes:
+                raise RuntimeError(f"{left / GIB:.1f} GiB of the host are left for this rank")
             self._chunks.append(torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=self._pinned))
             self._used.append(0)
 
@@ -222,7 +235,10 @@ class ActivationOffload:
         whole = _whole(saved.untyped_storage())
         buffers, place = self._buffers[number], one.buffers_used
         if place == len(buffers):
-            buffers.append(self.arena.take(len(whole)))
+            try:
+                buffers.append(self.arena.take(len(whole)))
+            except RuntimeError as error:
+                raise self._too_many(number, error) from error
         one.buffers_used += 1
         buffer = buffers[place]
         if buffer is None or len(buffer) < len(whole):  # no room, or rows that grew: it stays on the device
@@ -235,6 +251,18 @@ class ActivationOffload:
             with torch.cuda.stream(self._stream):
                 host.copy_(whole, non_blocking=True)
         return _Held(whole, host)
+
+    def _too_many(self, number: int, error: RuntimeError) -> HardwareError:
+        chosen = list(self._buffers)
+        fits = chosen.index(number)  # those before it are held whole
+        return HardwareError(
+            f"activation_offloading_layers={len(chosen)}, and this host has memory for the activations of {fits}",
+            evidence=(
+                f"this rank holds {self.arena.total_bytes / GIB:.1f} GiB of it, pinned",
+                str(error).partition("\n")[0],
+            ),
+            mend=f"activation_offloading_layers={fits or 'none'}, or auto, which looks at the host first",
+        )
 
     def _let_go(self, layer: int) -> None:
         """Before the forward pass of a layer: let go of what should have been copied by now."""

@@ -57,7 +57,7 @@ class OffloadChoice(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         self.layers = int(layers) if str(layers).isdecimal() else layers
         self._recompute = recompute
-        self._host_bytes = host_bytes or pinnable_bytes
+        self._host_bytes = host_bytes or (host_share_bytes if isinstance(self.layers, int) else pinnable_bytes)
         self._timer_of = timer or device_timer
         self._timer: DeviceTimer | None = None
         self._arena = HostArena(pinned=False)
@@ -89,7 +89,8 @@ class OffloadChoice(TrainerCallback):  # type: ignore[misc]
                 mend="activation_checkpointing=True, and activation_offloading_layers no more than those layers",
             )
         if not self._active:
-            arena = HostArena(pinned=args.device.type == "cuda", grows=True)
+            pinned = args.device.type == "cuda"
+            arena = HostArena(pinned=pinned, grows=True, room=self._host_bytes if pinned else None)
             self._begin(Offloading(self.layers, _USUAL_COPY_LAYERS), arena, args.device)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -164,6 +165,11 @@ class OffloadChoice(TrainerCallback):  # type: ignore[misc]
         rows = gather_over_ranks([wanted.layers, wanted.copy_layers], device)
         agreed = Offloading(int(min(row[0] for row in rows)), max(row[1] for row in rows))
         self._active = agreed.layers > 0
+        if isinstance(self.layers, int) and agreed.layers < min(self.layers, self._recompute.checkpointed):
+            logger.warning(
+                "activation_offloading_layers=%d: the hosts have memory for %d, whose activations go there",
+                self.layers, agreed.layers,
+            )  # fmt: skip
         if self._active:
             self._begin(agreed, self._arena, device)
         else:
@@ -182,7 +188,8 @@ class OffloadChoice(TrainerCallback):  # type: ignore[misc]
             bytes_per_s=rate, host_bytes=self._host_bytes(), spare_bytes=recompute.spare_bytes,
         )  # fmt: skip
         if isinstance(self.layers, int):
-            wanted = Offloading(min(self.layers, recompute.checkpointed), wanted.copy_layers)
+            room = (self._host_bytes() + self._arena.total_bytes) // layer_bytes
+            wanted = Offloading(min(self.layers, recompute.checkpointed, room), wanted.copy_layers)
         logger.info(
             "copies beside the computation run at %.0f GB/s: a forward pass of %.2f s has time, and the host room, for "
             "the activations of %d layers, %.1f GiB", rate / 1e9, forward_s, wanted.layers,
@@ -217,9 +224,14 @@ def spread(count: int, over: int) -> Sequence[int]:
     return [number * over // count for number in range(count)]
 
 
+def host_share_bytes() -> int:
+    """Memory of this host that is free, divided by the ranks on it."""
+    return available_host_bytes() // launched_here()
+
+
 def pinnable_bytes() -> int:
-    """Memory of this host that this rank may pin: its share of half of what is free."""
-    return available_host_bytes() // 2 // launched_here()
+    """Memory of this host that this rank may pin by itself: half its share, so that the other half is anybody's."""
+    return host_share_bytes() // 2
 
 
 class DeviceTimer:

@@ -11,13 +11,13 @@ from test_sft import trainer_for
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import TrainerCallback
 
-from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.core.errors import ConfigurationError, HardwareError
 from hf_speedkit.core.memory import GIB, NO_OFFLOADING, Offloading, copied_before, layers_to_offload
 from hf_speedkit.measure.host_memory import available_host_bytes
 from hf_speedkit.trainer import offload
 from hf_speedkit.trainer.kept_products import kept_flops_per_token
 from hf_speedkit.trainer.offload import ActivationOffload, HostArena
-from hf_speedkit.trainer.offload_choice import spread
+from hf_speedkit.trainer.offload_choice import OffloadChoice, spread
 from hf_speedkit.trainer.recompute import checkpointed_layers
 
 CPU = torch.device("cpu")
@@ -122,6 +122,27 @@ def test_what_has_no_room_on_the_host_stays_on_the_device(small, limit):
     offloaded(model, [0, 1], **limit)
     found = gradients(model, ids)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(("pieces", "fits"), [(0, "none"), (30, "1"), (50, "2")], ids=["nothing", "one", "two"])
+def test_a_host_without_memory_for_all_layers_is_told_with_how_many_it_has_room_for(small, pieces, fits):
+    """Not torch's own error of CUDA, and no process that the kernel kills. A layer here takes 20 pieces."""
+    model, chunk = tiny_hybrid().train(), 2**13
+    moved = offloaded(model, [0, 1, 2], chunk=chunk, room=lambda: pieces * chunk - moved.arena.total_bytes)
+    with pytest.raises(HardwareError, match=r"activation_offloading_layers=3.*\n.*GiB.*\n") as told:
+        gradients(model, batch())
+    assert told.value.mend.startswith(f"activation_offloading_layers={fits}, or auto")
+    moved.close()
+    assert gradients(model, batch())
+
+
+@pytest.mark.parametrize(("asked", "room", "taken"), [(3, 5, 3), (3, 2, 2), ("auto", 5, 2)])
+def test_a_number_that_was_asked_for_is_bounded_by_what_the_host_has_alone(asked, room, taken):
+    recompute = SimpleNamespace(kept_bytes={0: 8}, checkpointed=4, total=4, spare_bytes=10**9)
+    choice = OffloadChoice(asked, recompute, host_bytes=lambda: 8 * room)
+    choice._forward = {"begin": 0.0, "copies": (0.0, 2**33 / 26), "end": 1.0}  # 26 bytes a second: time for two of four
+    choice._arena = HostArena(pinned=False, chunk_bytes=8)
+    assert choice._wanted(FakeTimer(recompute, 1.0)).layers == taken
 
 
 def test_longer_rows_and_a_graph_that_is_used_twice_are_right_too(small):
@@ -372,8 +393,16 @@ def test_layers_are_spread_over_those_that_are_checkpointed(count, over, places)
         ({"memory.max": f"{4 * GIB}\n", "memory.current": f"{GIB}\n"}, 3 * GIB),
         ({"memory.max": f"{GIB}\n", "memory.current": f"{2 * GIB}\n"}, 0),
         ({"memory/memory.limit_in_bytes": f"{6 * GIB}", "memory/memory.usage_in_bytes": f"{GIB}"}, 5 * GIB),
+        (
+            {
+                "memory.max": f"{4 * GIB}",
+                "memory.current": f"{4 * GIB}",
+                "memory.stat": f"anon {GIB}\nactive_file {GIB}\ninactive_file {2 * GIB}\n",
+            },
+            3 * GIB,  # all but what no file holds
+        ),
     ],
-    ids=["no container", "no limit", "a limit", "over it", "version 1"],
+    ids=["no container", "no limit", "a limit", "over it", "version 1", "files that were read"],
 )
 def test_host_memory_is_what_host_and_container_leave(tmp_path, files, expected):
     meminfo = tmp_path / "meminfo"
