@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from hf_speedkit.core.errors import ConfigurationError, SpeedkitError
 from hf_speedkit.trainer.adapters import adapter_config, require_adapters
 from hf_speedkit.trainer.hardware import exit_with, require_hardware
+from hf_speedkit.trainer.hub_access import require_hub_for
 from hf_speedkit.trainer.job_settings import options, require_named, settings, unusable, without_option
 from hf_speedkit.trainer.launching import announce_sharding
 from hf_speedkit.trainer.machine import prepare_process, use_all_cores
@@ -37,6 +38,7 @@ def main(argv: list[str]) -> None:
         require_hardware(job, command=TINY)
         require_trackers(job)
         require_adapters(job)
+        require_hub_for(job)
         announce_sharding(job)
     prepare_process()
     recipe, args, model_args = parse(config, argv)

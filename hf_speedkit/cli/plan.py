@@ -76,6 +76,8 @@ def plan(
         "overlong": overlong,
     }
 
+    _require_hub(model, dataset, config, settings, as_json=as_json)
+
     def plan_model() -> tuple[Any, dict[str, Any] | None]:
         found = None if model is None else plan_data.model_config(model)
         if found is None:
@@ -108,6 +110,23 @@ def plan(
             typer.echo(json.dumps(_empty_result(settings) | {"error": str(error)}, indent=1))
         _refuse(error)
     raise typer.Exit(_report(*plan_model(), documents, settings, as_json=as_json))
+
+
+def _require_hub(
+    model: str | None, dataset: str | None, config: str | None, settings: dict[str, Any], *, as_json: bool
+) -> None:
+    """Names of the Hub that cannot be had now end in exit code 2, like those that do not exist."""
+    from hf_speedkit.core.errors import ConfigurationError
+    from hf_speedkit.trainer.hub_access import HubName, require_hub, why_unreachable
+
+    names = [HubName(kind="model", name=model, weights=False)] if model is not None else []
+    names += [HubName(kind="dataset", name=dataset, config=config)] if dataset is not None else []
+    try:
+        require_hub(names, go_offline=True, why=lambda: why_unreachable(pauses_s=(1.0,)))  # somebody waits for it
+    except ConfigurationError as error:
+        if as_json:
+            typer.echo(json.dumps(_empty_result(settings) | {"error": str(error)}, indent=1))
+        _refuse(error, code=WRONG_USE)
 
 
 def _report_memory(model: str, memory: dict[str, Any] | None, settings: dict[str, Any], *, as_json: bool) -> int:
@@ -207,8 +226,8 @@ def _template_arguments(given: str | None) -> dict[str, Any]:
     return arguments
 
 
-def _refuse(error: Exception) -> None:
+def _refuse(error: Exception, *, code: int = SUBJECT_IS_BAD) -> None:
     from hf_speedkit.core.printable import printable
 
     typer.echo("\n".join(map(printable, str(error).splitlines())), err=True)
-    raise typer.Exit(SUBJECT_IS_BAD) from error
+    raise typer.Exit(code) from error

@@ -12,6 +12,7 @@ from hf_speedkit.core.records import KernelCheck, KernelVerdict
 from hf_speedkit.kernels.imports import is_installed
 from hf_speedkit.kernels.requirements import stands_alone
 from hf_speedkit.trainer.agreement import agree
+from hf_speedkit.trainer.hub_access import HubName, require_hub
 from hf_speedkit.trainer.memory_check import require_memory_of
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def require_kernels(
     Raises:
         KernelAssertionError: mode "strict", and a function would be slow or wrong. On all ranks.
         PackingError: a family whose packed rows leak.
+        ConfigurationError: an id of the Hub, which cannot be reached; see `require_hub`.
     """
     loading = loading_settings(args)
     dtype = str(dtype or loading.get("dtype") or "auto").removeprefix("torch.")
@@ -89,6 +91,8 @@ def loading_settings(args: SpeedSFTConfig) -> dict[str, Any]:
 
 
 def _require(model: str | PreTrainedModel, args: SpeedSFTConfig, options: dict[str, Any], dtype: str) -> None:
+    if isinstance(model, str):  # every rank will load it
+        require_hub([HubName(kind="model", name=model, revision=options.get("revision"))])
     if args.local_process_index != 0:
         return
     subject = _config(model, options) if isinstance(model, str) else model

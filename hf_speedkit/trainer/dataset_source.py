@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hf_speedkit.core.errors import DatasetError
+from hf_speedkit.core.errors import DatasetError, SpeedkitError
+from hf_speedkit.trainer.hub_access import HubName, require_hub
 
 _LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 _KINDS = f"the id of a dataset on the Hub, a folder, or a file ({', '.join(_LOADERS)})"
@@ -27,6 +28,7 @@ def load_rows(name: str, config: str | None = None, *, split: str = "train") -> 
 
     Raises:
         DatasetError: nothing of that name, no such split, no rows, or contents that cannot be read.
+        ConfigurationError: an id of the Hub, which cannot be reached; see `require_hub`.
     """
     from datasets import DatasetDict, load_dataset, load_from_disk
     from datasets.exceptions import DatasetGenerationError
@@ -45,8 +47,9 @@ def load_rows(name: str, config: str | None = None, *, split: str = "train") -> 
             return _one_of(loaded, split) if isinstance(loaded, DatasetDict) else loaded
         if loader is not None and path.is_file():
             return load_dataset(loader, data_files=str(path), split=split)
+        require_hub([HubName(kind="dataset", name=name, config=config)])
         return load_dataset(name, config, split=split)
-    except DatasetError:
+    except SpeedkitError:
         raise
     except DatasetGenerationError as error:  # its own text only says that there is a cause
         raise _unreadable(name, error.__cause__ or error) from error

@@ -170,6 +170,15 @@ def test_a_model_or_data_that_are_not_there_are_told_before_anything_is_imported
         recipe.main(["--config", str(changed(REAL, **changes))])
 
 
+def test_without_a_way_to_the_hub_it_stops_before_anything_is_imported(changed, monkeypatch):
+    monkeypatch.setattr(recipe, "prepare_process", lambda: pytest.fail("it went on"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("hf_speedkit.trainer.hub_access.why_unreachable", lambda: "no network")
+    job = changed(REAL, use_cpu=True, fsdp=False, report_to="none", model_name_or_path="nobody/nothing")
+    with pytest.raises(ConfigurationError, match=r"(?s)Hub cannot be reached.*no network.*hf download nobody/nothing"):
+        recipe.main(["--config", str(job)])
+
+
 def test_rows_come_from_a_file_or_a_saved_dataset_and_a_wrong_split_is_named(tmp_path):
     file = tmp_path / "chats.jsonl"
     file.write_text('{"text": "a"}\n{"text": "b"}\n')
