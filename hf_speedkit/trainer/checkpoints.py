@@ -34,11 +34,13 @@ from hf_speedkit.trainer.export import (
     is_adapter_model,
     is_fsdp2,
     model_bytes,
+    needs_all_ranks,
     save_final_model,
 )
 from hf_speedkit.trainer.hardware import launched_here
 from hf_speedkit.trainer.resume import Reader, check_kind, loading_optimizer, refuse_weights_alone, settle_resume
 from hf_speedkit.trainer.resume_model import refuse_missing_weights
+from hf_speedkit.trainer.roll_call import RollCall
 from hf_speedkit.trainer.run_lock import run_lock
 from hf_speedkit.trainer.sharded_weights import is_sharded, load_sharded_optimizer, load_sharded_weights
 from hf_speedkit.trainer.stop_signal import StopSignal
@@ -51,12 +53,14 @@ class SafeCheckpoints(StreamedBatches):
     """SFTTrainer whose checkpoints are atomic, verified on resume, and written when the job is told to end."""
 
     throughput: Any = None
+    startup: Any
     _unfinished: Path | None = None
     _push_wanted = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.stop_signal = StopSignal(self.args.stop_signals)
+        self._final_save = RollCall("save_model()", timeout_s=self.args.ddp_timeout)
         attach(self, CheckpointCallback(self))
 
     @property
@@ -180,11 +184,13 @@ class SafeCheckpoints(StreamedBatches):
         self._push_wanted = True
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save a model that `from_pretrained` loads; every rank must call it. See `export.save_final_model`.
+        """Save a model that `from_pretrained` loads; of a sharded one every rank must call it. See `save_final_model`.
 
         Raises:
-            CheckpointError: the disk has no room for it.
+            CheckpointError: the disk has no room for it, or another rank has ended without this call.
         """
+        if not _internal_call and needs_all_ranks(self):
+            self.startup.call(self._final_save)
         dtype = export_dtype(self.args, self.model)
         if _internal_call or (dtype is None and not is_fsdp2(self)):
             super().save_model(output_dir, _internal_call)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,8 +68,14 @@ def is_fsdp2(trainer: Any) -> bool:
     return bool(trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version == 2)
 
 
+def needs_all_ranks(trainer: Any) -> bool:
+    """Whether the weights are spread over the ranks, so that none can save the model alone."""
+    spread = any(hasattr(weight, "full_tensor") for weight in trainer.model.parameters())
+    return bool(spread or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
+
+
 def save_final_model(trainer: SafeCheckpoints, output_dir: Path, dtype: torch.dtype | None) -> None:
-    """Gather a model tensor by tensor on the process that writes, and save it; every rank must call it.
+    """Gather a model tensor by tensor on the process that writes, and save it; see `needs_all_ranks`.
 
     Works whatever the state-dict type: Trainer (5.23, trainer.py:4097) writes nothing under SHARDED_STATE_DICT. Needs
     the model's size in `dtype` in the writing process's memory: 54 GB for 27 billion parameters in bf16.
@@ -79,7 +85,9 @@ def save_final_model(trainer: SafeCheckpoints, output_dir: Path, dtype: torch.dt
     """
     model, args = trainer.model, trainer.args
     size = model_bytes(model, dtype)
-    agree(lambda: require_space(output_dir, size, what="the final model") if args.should_save else None)
+    # Of a whole model one rank may call it alone, as people do with the Trainer's own: nothing is exchanged.
+    together: Callable[[Callable[[], None]], None] = agree if needs_all_ranks(trainer) else _alone
+    together(lambda: require_space(output_dir, size, what="the final model") if args.should_save else None)
     state = {}
     for name, tensor in _exported(model):
         whole = export_tensor(name, tensor.detach(), dtype)
@@ -87,7 +95,11 @@ def save_final_model(trainer: SafeCheckpoints, output_dir: Path, dtype: torch.dt
             whole = whole.full_tensor()  # a collective: every rank takes part, one keeps the result
         if args.should_save:
             state[name] = whole.cpu()
-    agree(lambda: _write(trainer, output_dir, state, dtype))
+    together(lambda: _write(trainer, output_dir, state, dtype))
+
+
+def _alone(act: Callable[[], None]) -> None:
+    act()
 
 
 def _write(trainer: SafeCheckpoints, output_dir: Path, state: dict[str, torch.Tensor], dtype: Any) -> None:

@@ -28,6 +28,7 @@ from hf_speedkit.core.errors import ConfigurationError, SpeedkitError
 from hf_speedkit.core.ranks import FINISHING, LEFT, SAVING, STARTING, Beat, Missing, missing_ranks
 from hf_speedkit.trainer.agreement import runs_alone
 from hf_speedkit.trainer.frames import describe_frame
+from hf_speedkit.trainer.roll_call import RollCall, note_end
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,11 @@ class RankWatch(TrainerCallback):  # type: ignore[misc]
                 with contextlib.suppress(RuntimeError):  # the launcher may have gone first, and its store with it
                     self._say()
 
+    def call(self, roll_call: RollCall) -> None:
+        """Answer a roll call over the ranks' store; at once where there is none (one process, or no training yet)."""
+        if self._store is not None:
+            roll_call.answer(self._store, self._rank, self._ranks)
+
     # What training does: one assignment each, no lock; a torn read would be off by one part of a step.
 
     def _begin(self, doing: str, state: TrainerState | None = None) -> None:
@@ -174,6 +180,7 @@ class RankWatch(TrainerCallback):  # type: ignore[misc]
             self._prefix = f"hf_speedkit/{attempt}/{number}"
             self._store = dist.PrefixStore(self._prefix, store)  # type: ignore[attr-defined]
             self._say()
+            note_end(self._store, self._rank)
         except (RuntimeError, ValueError) as error:  # DistStoreError is a RuntimeError
             logger.warning("stuck ranks cannot be named: no connection to the launcher's store (%s)", error)
             return False

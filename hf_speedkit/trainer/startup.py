@@ -28,6 +28,7 @@ from hf_speedkit.trainer.preflight import check_wrap_class, preflight
 from hf_speedkit.trainer.prepared import loaded_weights
 from hf_speedkit.trainer.rank_watch import RankWatch
 from hf_speedkit.trainer.resume_data import compare_documents, data_of_rank, padded_order, refuse_ranks_apart
+from hf_speedkit.trainer.roll_call import RollCall
 from hf_speedkit.trainer.saved_totals import load_totals
 
 if TYPE_CHECKING:
@@ -78,6 +79,10 @@ class StartupProof(FirstStep):
     def watched(self) -> AbstractContextManager[None]:
         """The ranks watch one another for the time of the context; see `RankWatch`."""
         return self._watch.running()
+
+    def call(self, roll_call: RollCall) -> None:
+        """Wait for the ranks that make the same call; see `RankWatch.call`."""
+        self._watch.call(roll_call)
 
     @property
     def kernels(self) -> tuple[KernelCheck, ...]:

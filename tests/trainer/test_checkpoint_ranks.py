@@ -103,6 +103,13 @@ def test_v42_the_final_model_of_a_sharded_run_is_the_one_its_checkpoint_holds(st
     assert not (exported / "trainer_state.json").exists()
 
 
+def test_a_sharded_model_that_one_rank_saves_alone_is_told_at_once_and_not_by_the_time_limit(stopped):
+    path, ranks = stopped
+    assert "save_model() must be called by every rank" in ranks[0]["alone"]
+    assert "rank 1 of 2 ended without it" in ranks[0]["alone"]
+    assert not (path / "alone").exists()
+
+
 def test_a_rank_that_fails_inside_a_save_stops_both_and_leaves_no_checkpoint(stopped):
     path, ranks = stopped
     assert ranks[1]["failed"] == "OSError: planted"

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoint_run import SignalAt, build, losses
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -43,6 +44,7 @@ from hf_speedkit.trainer.checkpoint_folder import (
 from hf_speedkit.trainer.resume import Reader, check_kind, settle_resume
 from hf_speedkit.trainer.resume_data import compare_documents, data_of_rank, refuse_ranks_apart
 from hf_speedkit.trainer.resume_model import refuse_missing_weights
+from hf_speedkit.trainer.roll_call import leave
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -599,9 +601,28 @@ def test_v43_the_final_model_is_stored_as_asked_and_its_decays_stay_as_trained(t
 
 
 @pytest.mark.parametrize(("dtype", "stored"), [("auto", torch.float32), ("float16", torch.float16)])
-def test_auto_stores_what_a_run_computes_in(tmp_path, dtype, stored):
+def test_auto_stores_what_a_run_computes_in_and_a_whole_model_is_saved_by_one_rank_alone(
+    tmp_path, monkeypatch, dtype, stored
+):
+    # What people write with the Trainer's own save_model: if trainer.is_world_process_zero(): trainer.save_model()
+    monkeypatch.setattr("hf_speedkit.trainer.export.agree", lambda _: pytest.fail("it waits for the other ranks"))
     small(tmp_path, export_dtype=dtype, save_strategy="no").save_model(str(tmp_path / "final"))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype="auto").dtype == stored
+
+
+@pytest.mark.parametrize("spread", ["FSDP", "DeepSpeed", None])
+def test_only_a_model_that_is_spread_over_the_ranks_calls_the_roll(tmp_path, monkeypatch, spread):
+    trainer = small(tmp_path, export_dtype="bfloat16")
+    trainer.is_fsdp_enabled, trainer.is_deepspeed_enabled = spread == "FSDP", spread == "DeepSpeed"
+    store = dist.HashStore()
+    watch = trainer.startup._watch
+    watch._store, watch._rank, watch._ranks = store, 0, 2
+    store.set("here/0", "")
+    store.set("here/1", "")
+    leave(store, 1)
+    alone = pytest.raises(CheckpointError, match="rank 1 of 2 ended without it")
+    with nullcontext() if spread is None else alone:
+        trainer.save_model(str(tmp_path / "final"))
 
 
 PADDED = {"packing": False, "documents": 4, "documents_per_step": 2, "seed": 1}
