@@ -8,9 +8,9 @@ the first layer's backward, on 64 it is the head. What a layer keeps and needs c
 The order of gathers and reductions is that of torch 2.11-2.13 `fully_shard` (_fsdp_param_group.py) with accelerate
 1.15's groups (fsdp_utils.py:846-885): one a layer, the embedding, and [final norm, head], which is not resharded
 between forward and backward. While the head runs forward, what was gathered last is there twice: as weights, and as the
-flat result of its all-gather. In the backward of a layer there are its own weights, those of the next one (prefetched;
-the embedding is gathered again behind the first layer although its backward needs no weight), and the input of the
-previous group's reduce-scatter, which is freed one group later.
+flat result of its all-gather, which `zero_copy` does without. In the backward of a layer there are its own weights,
+those of the next one (prefetched; the embedding is gathered again behind the first layer although its backward needs no
+weight), and the input of the previous group's reduce-scatter, which is freed one group later.
 """
 
 from __future__ import annotations
@@ -214,8 +214,9 @@ class _State:
         backward does not. A memory snapshot on two H200 showed it, 2.4 GiB of the 27B's head. The last group is that of
         final norm and head. Tied, it was gathered for the embedding; under adapters accelerate finds no final norm, and
         the head is gathered outside a forward (trainer/communication.py), where nothing is kept: the last layer's.
+        Without copies there is no flat result.
         """
-        if self.shards == 1:
+        if self.shards == 1 or self._job.zero_copy:
             return 0.0
         if self._model.tied or self._setting.adapters:
             return self._weights_of(len(self._model.layers) - 1)
@@ -229,10 +230,10 @@ class _State:
 
     @property
     def gathered_at_embedding(self) -> float:
-        """The embedding's reduce-scatter: its input is a copy of the gradient, its output a shard."""
+        """The embedding's reduce-scatter: its input, where it is a copy of the gradient, and its output, a shard."""
         if self.shards == 1:
             return 0.0
-        return self._model.embedding * BF16_BYTES * (1 + 1 / self.shards)
+        return self._model.embedding * BF16_BYTES * ((0 if self._job.zero_copy else 1) + 1 / self.shards)
 
     def _weights_of(self, index: int) -> float:
         layer = self._model.layers[index]

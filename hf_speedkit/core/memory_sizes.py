@@ -136,6 +136,7 @@ class MemoryJob:
         accumulation: micro-batches of an optimizer step.
         sync_each_batch: gradients are reduced after every micro-batch, so that no rank keeps whole ones.
         head: whose loss head runs: "speedkit" (kernels/loss_head.py) or "trl".
+        zero_copy: FSDP2 gathers and reduces without flat copies (trainer/zero_copy.py).
     """
 
     gpus: int = 1
@@ -147,6 +148,7 @@ class MemoryJob:
     accumulation: int = 1
     sync_each_batch: bool = False
     head: Literal["speedkit", "trl"] = "speedkit"
+    zero_copy: bool = True
 
     def checkpointed(self, layer: int, layers: int) -> bool:
         """Whether a layer keeps its input only."""

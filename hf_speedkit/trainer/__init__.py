@@ -5,7 +5,8 @@
   output, run_lock, adapters, memory_check, memory_settings, before_loading, weights
 - the data: dataset_source, inputs, conversation_checks, templates, streaming, repeated_rows, stragglers,
   conversation_refusals, positions, preparation, raw_rows
-- before step 1: module_mode, startup, preflight, prepared, packed_layers, communication, gradient_memory, head_proof
+- before step 1: module_mode, startup, preflight, prepared, packed_layers, communication, gradient_memory, zero_copy,
+  zero_copy_proof, head_proof
 - in the step: loss, loss_head, updates, first_step, nonfinite, expert_balance, garbage, recompute, peak_watch,
   layer_marks, kept_products, offload, offload_choice
 - what is measured: micro_batches, observation, counted_steps, traced_steps, trace_marks, job_ledger, reduction,

@@ -17,13 +17,15 @@ import torch
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.trainer.adapters import below_adapters
 from hf_speedkit.trainer.gradient_memory import ReduceScatterInOneMemory
+from hf_speedkit.trainer.zero_copy import ZeroCopyAllGather, ZeroCopyReduceScatter, obstacle, zero_copy
+from hf_speedkit.trainer.zero_copy_proof import difference
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def corrected_gathers(
-    model: Any, *, prefetch_layers: int | None = None, backward_passes: int = 1
+    model: Any, *, prefetch_layers: int | None = None, backward_passes: int = 1, without_copies: bool = True
 ) -> Iterator[tuple[str, ...]]:
     """Let an FSDP2 model gather what it needs, when it needs it, for the time of the context.
 
@@ -32,11 +34,13 @@ def corrected_gathers(
     3. A group whose head never ran is as new after an evaluation (torch before 2.13 leaves it half-way).
     4. With `prefetch_layers`, that many layers are gathered ahead, in forward and backward.
     5. In steps of one backward pass, gradients lie in the memory that activations were in (`gradient_memory`).
+    6. Weights are gathered into the parameters and gradients reduced from where they are, without copies (`zero_copy`).
 
     Args:
         model: the prepared model; anything else passes through.
         prefetch_layers: None leaves torch's own: one layer ahead. Each more holds one more whole layer in memory.
         backward_passes: of an optimizer step.
+        without_copies: whether to do 6, where this torch allows it.
 
     Yields:
         One line per thing that was changed.
@@ -59,7 +63,7 @@ def corrected_gathers(
                     _spare_embedding(model, stack),
                     _finish_partial_groups(model, stack),
                     _prefetch(model, prefetch_layers, stack),
-                    _one_memory(model, backward_passes, stack),
+                    *_one_memory(model, backward_passes, without_copies, prefetch_layers or 1, stack),
                 )
                 if line is not None
             ]
@@ -158,27 +162,87 @@ def _prefetch(model: Any, layers_ahead: int | None, stack: ExitStack) -> str | N
     return f"layers are gathered {layers_ahead} ahead"
 
 
-def _one_memory(model: Any, backward_passes: int, stack: ExitStack) -> str | None:
-    if backward_passes > 1 or not hasattr(model, "set_custom_reduce_scatter"):
+def _one_memory(
+    model: Any, backward_passes: int, without_copies: bool, layers_ahead: int, stack: ExitStack
+) -> Iterator[str]:
+    if not hasattr(model, "set_custom_reduce_scatter"):
+        return
+    memory = ReduceScatterInOneMemory(next(model.parameters()).device)
+    if backward_passes > 1:
+        memory.close()
+    else:
+        for module in model.modules():
+            if is_sharded(module):
+                module.set_custom_reduce_scatter(memory)
+        handle = model.register_forward_pre_hook(memory.release)
+        stack.callback(memory.close)
+        stack.callback(handle.remove)
+        yield "gradients lie in the memory that activations were in"
+    if without_copies and (line := _without_copies(model, memory, layers_ahead, stack)) is not None:
+        yield line
+
+
+def _without_copies(model: Any, memory: ReduceScatterInOneMemory, layers_ahead: int, stack: ExitStack) -> str | None:
+    if not hasattr(model, "set_custom_all_gather"):
         return None
-    reduce_scatter = ReduceScatterInOneMemory(next(model.parameters()).device)
-    for module in model.modules():
-        if is_sharded(module):
-            module.set_custom_reduce_scatter(reduce_scatter)
-    handle = model.register_forward_pre_hook(reduce_scatter.release)
-    stack.callback(reduce_scatter.close)
-    stack.callback(handle.remove)
-    return "gradients lie in the memory that activations were in"
+    units = [module for module in model.modules() if is_sharded(module)]
+    with ExitStack() as own:
+        reason = obstacle()
+        if reason is None:
+            own.enter_context(zero_copy())
+            gather, reduce_scatter = ZeroCopyAllGather(), ZeroCopyReduceScatter(memory)
+            for module in units:
+                module.set_custom_all_gather(gather)
+                module.set_custom_reduce_scatter(reduce_scatter)
+            reason = difference(layer for layers in _lists_of_layers(model) for layer in layers)
+        if reason is not None:
+            logger.warning("FSDP2 copies weights and gradients, as it does by itself: %s", reason)
+            return None
+        _gather_ahead(model, layers_ahead, own)
+        stack.enter_context(own.pop_all())
+    return "weights are gathered into the parameters and gradients reduced from where they are, without copies"
+
+
+def _gather_ahead(model: Any, layers_ahead: int, stack: ExitStack) -> None:
+    """Let each group of a forward pass gather those behind it.
+
+    Without copies a gather waits for the memory that it writes to, which the training stream gives back. Begun with its
+    own layer, as in torch's forward passes, it would wait for the layer before to end, and training for the gather.
+    """
+    chains = _lists_of_layers(model)
+    longest = _layers(model)
+    within = {id(part) for chain in chains for layer in chain for part in layer.modules()}
+    embedding = model.get_input_embeddings()
+    behind = next(
+        (m for m in model.modules() if is_sharded(m) and m not in (model, embedding) and id(m) not in within), None
+    )
+    for chain in chains:
+        if chain == longest:
+            chain = [*([embedding] if is_sharded(embedding) else []), *chain, *([behind] if behind is not None else [])]
+        for place, group in enumerate(chain):
+            group.set_modules_to_forward_prefetch(chain[place + 1 : place + 1 + layers_ahead])
+            stack.callback(group.set_modules_to_forward_prefetch, [])
 
 
 def _layers(model: Any) -> list[Any]:
     """The sharded layers, in the order in which they run: the longest list of modules that are all FSDP2 units."""
+    return max(_lists_of_layers(model), key=len, default=[])
+
+
+def _lists_of_layers(model: Any) -> list[list[Any]]:
     lists = [
-        list(module)
+        [_within_wrapper(part) for part in module]
         for module in model.modules()
-        if isinstance(module, torch.nn.ModuleList) and len(module) and all(is_sharded(part) for part in module)
+        if isinstance(module, torch.nn.ModuleList)
     ]
-    return max(lists, key=len, default=[])
+    return [layers for layers in lists if layers and all(is_sharded(layer) for layer in layers)]
+
+
+def _within_wrapper(module: Any) -> Any:
+    """The layer in FSDP's own activation checkpointing: accelerate shards it, and the wrapper around what is left."""
+    while (inner := getattr(module, "_checkpoint_wrapped_module", None)) is not None:
+        module = inner
+    return module
 
 
 def _backbone(model: Any) -> Any:

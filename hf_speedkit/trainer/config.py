@@ -90,6 +90,9 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         stuck_rank_timeout_s: seconds in which no rank goes on, after which the run ends and the missing rank is named;
             0 leaves it to `ddp_timeout` (1,800 s), which names nobody. See docs/fsdp2.md.
         fsdp_prefetch_layers: layers that FSDP2 gathers ahead; None leaves torch's own choice, one.
+        fsdp_zero_copy: FSDP2 gathers weights into the parameters and reduces gradients from where they are, instead of
+            through flat copies of both; proven before step 1, and left out where torch or a group's sharding does not
+            allow it.
         checkpoint_verification: what `resume_from_checkpoint` compares before it loads anything: "checksums" reads
             every byte, shared by all ranks, "sizes" only looks at the files.
         export_dtype: type of the weights that `save_model` writes: "auto" (bf16 where training computes in bf16, else
@@ -213,6 +216,9 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
     )
     fsdp_prefetch_layers: int | None = field(
         default=None, metadata={"help": "Layers that FSDP2 gathers ahead. Default: torch's own, 1."}
+    )
+    fsdp_zero_copy: bool = field(
+        default=True, metadata={"help": "FSDP2's collectives without flat copies of weights and gradients."}
     )
     checkpoint_verification: str = field(
         default="checksums",

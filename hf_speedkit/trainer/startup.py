@@ -69,6 +69,7 @@ class StartupProof(FirstStep):
             trainer.model,
             prefetch_layers=args.fsdp_prefetch_layers,
             backward_passes=args.gradient_accumulation_steps,
+            without_copies=args.fsdp_zero_copy,
         )
         agree(lambda: trainer.until_trained(gathers))
         with self._timed("layers"):

@@ -80,7 +80,9 @@ def test_the_two_loss_heads_differ_in_what_they_hold():
     states = 8192 * 1000 * 2
 
     def head(name, model=many, setting=PURE_BF16):
-        return plan_memory(model, setting, MemoryJob(gpus=64 if model.head_trained else 1, head=name, unchecked=4))
+        return plan_memory(
+            model, setting, MemoryJob(gpus=64 if model.head_trained else 1, head=name, unchecked=4, zero_copy=False)
+        )
 
     # ours is highest in its forward: what was gathered last is there twice, and the logits are
     assert head("speedkit").parts["loss head"] == 2 * M * 4 + 2 * states + 2**31
@@ -116,20 +118,22 @@ def test_fsdp_shards_states_and_adds_what_it_gathers():
 
 
 def test_on_many_gpus_the_head_is_highest_and_does_not_shrink():
-    few, many = parts(SMALL, gpus=64), parts(SMALL, gpus=1024)
+    few, many = parts(SMALL, gpus=64, zero_copy=False), parts(SMALL, gpus=1024, zero_copy=False)
     assert few.phase == many.phase == "loss head"
     assert few.parts["loss head"] == many.parts["loss head"]
     # as weights, which stay between forward and backward, and as the flat result they were copied out of
     assert few.parts["gathered"] == 2 * (2 * 2 * M)
+    assert parts(SMALL, gpus=64).parts["gathered"] == 2 * 2 * M  # without copies once
 
 
 def test_the_flat_result_of_the_last_gather_is_there_in_the_heads_forward_and_nowhere_else():
     def head_phases(model, setting=PURE_BF16, **job):
-        found = memory_plan._phases(model, setting, MemoryJob(**job))
+        found = memory_plan._phases(model, setting, MemoryJob(**{"zero_copy": False, **job}))
         return [parts["gathered"] for phase, parts in found if phase == "loss head"]
 
     tied = replace(SMALL, tied=True, tail=0)
     assert head_phases(SMALL, gpus=2) == [2 * (2 * 2 * M), 2 * 2 * M]
+    assert head_phases(SMALL, gpus=2, zero_copy=True) == [2 * 2 * M, 2 * 2 * M]
     assert head_phases(SMALL, gpus=16, shards=8) == head_phases(SMALL, gpus=2)
     assert head_phases(tied, gpus=2) == [2 * 2 * M + 2 * M, 2 * 2 * M]  # gathered first of all: the last layer's
     # adapters' head is gathered apart from the forward: the last layer's, of which 4-bit weights are no part
@@ -143,7 +147,7 @@ def test_without_resharding_the_weights_of_all_layers_before_stay():
     backward = parts(MODEL, gpus=4, reshard=False)
     assert backward.allocated > parts(MODEL, gpus=4).allocated
     head = plan_memory(SMALL, PURE_BF16, MemoryJob(gpus=64, reshard=False))
-    assert head.parts["gathered"] == 2 * (2 * 2 * M) + 4 * 2 * M
+    assert head.parts["gathered"] == 2 * 2 * M + 4 * 2 * M
 
 
 def test_shards_of_one_host_are_larger_than_those_of_all():
@@ -285,7 +289,7 @@ def test_weights_stay_gathered_where_the_memory_allows(job, memory_gib, gathered
     ("gpus", "memory_gib", "gpu", "ends"),
     [
         (1, 300.0, "H200", "1 x H200, pure bf16: 59.8 GiB per GPU, fits"),
-        (1, 40.0, "A100", "1 x A100, pure bf16: 59.8 GiB per GPU, needs 4 GPUs"),
+        (1, 40.0, "A100", "1 x A100, pure bf16: 59.8 GiB per GPU, needs 3 GPUs"),
         (1, 64.0, None, "1 GPU, pure bf16: 59.8 GiB per GPU, fits tightly"),
         (1, 5.0, None, "1 GPU, pure bf16: 59.8 GiB per GPU, does not fit on 1024 either"),
         (1, None, None, "1 GPU, pure bf16: 59.8 GiB per GPU"),

@@ -227,7 +227,8 @@ def scenarios(path, rank):
     yield "groups", [group.name for group in shard_groups(whole.model)]
 
     flat = FlatResults()
-    alone, kept = trained(path / "alone", (1,), model=lone_head(), max_steps=1, callbacks=[flat], **proven)
+    copied = {"fsdp_zero_copy": False, **proven}
+    alone, kept = trained(path / "alone", (1,), model=lone_head(), max_steps=1, callbacks=[flat], **copied)
     if rank == 0:
         torch.save(kept, path / "alone.pt")
     yield "alone groups", [group.name for group in shard_groups(alone.model)]
@@ -238,12 +239,14 @@ def scenarios(path, rank):
     yield "kept", rules(ahead)
     yield "kept losses", losses(ahead)
     flat = FlatResults()
-    dawdling, _ = trained(path / "masked", callbacks=[SlowRank(), flat], data=half_masked(), max_steps=6, **sharded)
+    slow = {"callbacks": [SlowRank(), flat], "data": half_masked(), "max_steps": 6}
+    dawdling, _ = trained(path / "masked", fsdp_zero_copy=False, **slow, **sharded)
     yield "masked", losses(dawdling)
     yield "flat", [flat.held, numbers(dawdling.model.model.norm, dawdling.model.lm_head)]
-    forwards = Forwards()
-    trained(path / "forwards", callbacks=[forwards], activation_checkpointing=True, max_steps=1, **sharded)
+    forwards, flat = Forwards(), FlatResults()
+    trained(path / "forwards", callbacks=[forwards, flat], activation_checkpointing=True, max_steps=1, **sharded)
     yield "forwards", forwards.count
+    yield "direct flat", flat.held
 
     for name, changes in (
         ("host", {"activation_checkpointing": True}),
