@@ -39,6 +39,7 @@ from hf_speedkit.trainer.export import (
 )
 from hf_speedkit.trainer.hardware import launched_here
 from hf_speedkit.trainer.resume import Reader, check_kind, loading_optimizer, refuse_weights_alone, settle_resume
+from hf_speedkit.trainer.resume_data import PACKED, PADDED, STREAMED, refuse_foreign_rows
 from hf_speedkit.trainer.resume_model import refuse_missing_weights
 from hf_speedkit.trainer.roll_call import RollCall
 from hf_speedkit.trainer.run_lock import run_lock
@@ -54,6 +55,7 @@ class SafeCheckpoints(StreamedBatches):
 
     throughput: Any = None
     startup: Any
+    packing_active: bool
     _unfinished: Path | None = None
     _push_wanted = False
 
@@ -81,11 +83,17 @@ class SafeCheckpoints(StreamedBatches):
             if checkpoint is not None:
                 agree(partial(check_kind, Path(checkpoint), fsdp=self.is_fsdp_enabled))
                 agree(partial(refuse_weights_alone, Path(checkpoint)))
+                agree(partial(self._refuse_foreign_rows, Path(checkpoint)))
             self.resume_stream(checkpoint)
             held.callback(self.release_rows)
             # Without checkpoints there is nothing to write when a signal comes: it ends the process as ever.
             with self.stop_signal.installed(saves):
                 return super().train(checkpoint, *args, **kwargs)
+
+    def _refuse_foreign_rows(self, checkpoint: Path) -> None:
+        rows = STREAMED if self.stream is not None else PACKED if self.packing_active else PADDED
+        size, ignore = self.args.train_batch_size, self.args.ignore_data_skip
+        refuse_foreign_rows(checkpoint, rows=rows, batch_size=size, ignore=ignore)
 
     def _take_over(self, held: ExitStack, saves: bool) -> None:
         if self.args.should_save:

@@ -7,8 +7,10 @@ documents would be trained on twice and others never.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -93,9 +95,54 @@ def compare_documents(
             _compare_order(saved, sampler, padded)
             refuse_other_documents(state.stateful_callbacks.get(DATA_KEY), document_sample)
         else:
-            logger.warning("the checkpoint does not say which documents it has seen: nothing could be compared")
+            logger.warning(
+                "the checkpoint is another trainer's and does not say which documents it has seen: as many batches are "
+                "skipped as it took, which is right with its data, seed and number of processes"
+            )
     state.stateful_callbacks[ORDER_KEY] = padded if sampler is None else sampler.state_dict()
     state.stateful_callbacks[DATA_KEY] = document_sample
+
+
+def refuse_foreign_rows(checkpoint: Path, *, rows: str, batch_size: int, ignore: bool) -> None:
+    """Refuse to go on in the data of a run that another trainer saved, where its steps held other documents.
+
+    Weights, optimizer and schedule of TRL's or transformers' trainer are what they are here, and with padded batches so
+    is the order, which follows from data, seed and batch size. Where rows are packed here, a step of the saved run held
+    other documents: skipping as many would leave some out and repeat others, and the schedule would stand at a step of
+    another number of steps.
+
+    Args:
+        checkpoint: to go on from.
+        rows: what this run trains on.
+        batch_size: documents of a padded batch on one device, in this run.
+        ignore: the user asked to start the data anew (`ignore_data_skip`).
+
+    Raises:
+        PackingError: names the ways to use its weights.
+    """
+    saved = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    noted = saved.get("stateful_callbacks") or {}
+    if ignore or not saved.get("global_step") or ROWS_KEY in noted or ORDER_KEY in noted:
+        return
+    if rows != PADDED:
+        of = f" of {saved['max_steps']}" if saved.get("max_steps") else ""
+        raise PackingError(
+            f"{checkpoint} was written by another trainer, and this run would go on in {rows}",
+            evidence=(
+                f"its step {saved['global_step']}{of} held other documents than a step here: skipping as many would "
+                "leave some out and repeat others, and the learning rate would be that of another place in the run",
+            ),
+            mend=f"start a new run from its weights: model_name_or_path={checkpoint}, in another output_dir",
+            regardless=f"{GO_ON}, at the same step number",
+        )
+    size = saved.get("train_batch_size")
+    if size not in (None, batch_size):
+        raise PackingError(
+            f"{checkpoint} was written by another trainer with batches of {size} documents a device; here they have "
+            f"{batch_size}",
+            mend=f"per_device_train_batch_size={size}",
+            regardless=GO_ON,
+        )
 
 
 def _compare_order(

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from checkpoint_run import SignalAt, build, losses
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from support import tiny_hybrid, tiny_llama, tokenized
+from support import tiny_hybrid, tiny_llama, tiny_tokenizer, tokenized
 from test_sft import Recorder
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainerState
@@ -623,6 +623,35 @@ def test_only_a_model_that_is_spread_over_the_ranks_calls_the_roll(tmp_path, mon
     alone = pytest.raises(CheckpointError, match="rank 1 of 2 ended without it")
     with nullcontext() if spread is None else alone:
         trainer.save_model(str(tmp_path / "final"))
+
+
+def test_a_checkpoint_of_trls_trainer_goes_on_with_padded_batches_and_is_refused_for_packed_rows(tmp_path, caplog):
+    from trl import SFTConfig, SFTTrainer
+
+    sizes = {"max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2}
+    settings = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "report_to": "none", "logging_steps": 1}
+    lengths = [9, 4, 17, 2, 30, 8, 8, 21]
+    whole = SFTTrainer(
+        tiny_llama(), SFTConfig(**settings, **sizes, disable_tqdm=True, gradient_checkpointing=False),
+        train_dataset=tokenized(lengths), processing_class=tiny_tokenizer(),
+    )  # fmt: skip
+    whole.train()
+    checkpoint = str(tmp_path / "checkpoint-2")
+    ours = {**sizes, "save_strategy": "no", "dataset": tokenized(lengths), "allow_existing_output": True}
+    padded = {"packing": False, "tokens_per_batch": None, "lr_scheduler_type": "linear"}
+    resumed = small(tmp_path, **{**ours, **padded})
+    resumed.train(resume_from_checkpoint=checkpoint)
+    assert losses(resumed) == pytest.approx(losses(whole), rel=1e-5)  # sums in another order
+    assert "the checkpoint is another trainer's" in caplog.text
+    with pytest.raises(PackingError, match="with batches of 2 documents a device; here they have 1"):
+        small(tmp_path, **{**ours, **padded, "per_device_train_batch_size": 1}).train(resume_from_checkpoint=checkpoint)
+
+    ours |= {"per_device_train_batch_size": 1}
+    with pytest.raises(PackingError, match=r"step 2 of 4 held other documents(.|\n)*model_name_or_path=.*checkpoint-2"):
+        small(tmp_path, **ours).train(resume_from_checkpoint=checkpoint)
+    anew = small(tmp_path, **ours, ignore_data_skip=True)
+    anew.train(resume_from_checkpoint=checkpoint)
+    assert list(losses(anew)) == [1, 2, 3, 4]
 
 
 PADDED = {"packing": False, "documents": 4, "documents_per_step": 2, "seed": 1}
