@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -81,8 +80,6 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
         self._reports.setdefault(name, report)  # "train" is the first of that name: an evaluation set may have it too
         logger.info("%s documents: %s", name, report.sentence())
         _say_what_is_doubled(dataset, self._tokenizer, name)
-        if args.neftune_noise_alpha and name == "train":
-            _say_what_noise_comes_to(args, report)
         log_example(dataset, self._tokenizer, name)
         return dataset
 
@@ -194,13 +191,3 @@ def _say_what_is_doubled(dataset: Dataset, tokenizer: Any, name: str) -> None:
                 "Take it out of the text (or of a formatting_func that applies a chat template)",
                 name, doubled, len(rows), what, tokenizer.convert_ids_to_tokens(token),
             )  # fmt: skip
-
-
-def _say_what_noise_comes_to(args: SpeedSFTConfig, report: DocumentReport) -> None:
-    # transformers 5.23 divides it by the root of the slots times the width (integrations/neftune.py).
-    factor = math.sqrt(args.row_slots * report.documents / report.real_tokens)
-    logger.warning(
-        "neftune_noise_alpha=%g is divided by the root of the row's slots, not of a document's tokens: %.2g times less "
-        "noise than without packing; neftune_noise_alpha=%.3g gives the same", args.neftune_noise_alpha, factor,
-        args.neftune_noise_alpha * factor,
-    )  # fmt: skip

@@ -24,6 +24,7 @@ from hf_speedkit.trainer.first_step import FirstStep
 from hf_speedkit.trainer.head_proof import probe_tokens, prove_loss_head
 from hf_speedkit.trainer.kernel_callback import activation_dtype
 from hf_speedkit.trainer.module_mode import in_mode
+from hf_speedkit.trainer.noise import document_noise
 from hf_speedkit.trainer.preflight import check_wrap_class, preflight
 from hf_speedkit.trainer.prepared import loaded_weights
 from hf_speedkit.trainer.rank_watch import RankWatch
@@ -74,7 +75,12 @@ class StartupProof(FirstStep):
         agree(lambda: trainer.until_trained(gathers))
         with self._timed("layers"):
             agree(trainer.prepare_layers)
+        noise = args.neftune_noise_alpha if trainer.packing_active else None
+        if noise:
+            trainer.neftune_hook_handle.remove()  # transformers', by the length of the row
         self.prove()
+        if noise:  # behind the proof, which compares outputs
+            trainer.until_trained(document_noise(trainer.model, noise))
         self.expect(self._trainer.kernel_mode)
 
     def watched(self) -> AbstractContextManager[None]:

@@ -192,14 +192,12 @@ def test_a_token_that_text_and_tokenizer_both_write_is_named(tmp_path, caplog):
     tokenizer.bos_token = "<unk>"
     args = SpeedSFTConfig(
         output_dir=str(tmp_path), use_cpu=True, bf16=False, tokens_per_batch=64, report_to="none",
-        neftune_noise_alpha=5.0, exclude_generation_prompt=True,
+        exclude_generation_prompt=True,
     )  # fmt: skip
     rows = Dataset.from_dict({"text": ["<unk> w1 w2"] * 2})
     SpeedSFTTrainer(tiny_llama(), args, train_dataset=rows, processing_class=tokenizer)
     assert "2 of 2 begin with '<unk>' twice" in caplog.text
     assert "exclude_generation_prompt does nothing to the train dataset" in caplog.text
-    # Rows of 64 slots, documents of 5 tokens: noise is divided by 8 and not by the root of 5.
-    assert "3.6 times less noise than without packing; neftune_noise_alpha=17.9" in caplog.text
 
 
 # ---- the example -----------------------------------------------------------------------------------------------------
