@@ -7,6 +7,7 @@ that can be reached. Light: torch is not imported here.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -30,7 +31,9 @@ _TIMEOUT_S = 5.0
 # By name: which package the client is of (httpx, httpx2) is huggingface_hub's business, and so are its proxies.
 _NO_WAY = ("ConnectError", "ProxyError")
 _FILES = (".json", ".jsonl", ".parquet", ".csv", ".txt")
-_MODEL_FILES = ("config.json", "tokenizer_config.json", "adapter_config.json")
+_CONFIGS = ("config.json", "tokenizer_config.json", "adapter_config.json")
+_WEIGHTS = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin")
+_INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,20 +60,33 @@ class HubName:
         return is_id and not self.name.endswith(_FILES) and not Path(self.name).exists()
 
     def is_cached(self) -> bool:
-        """Whether what is asked for first is in this machine's cache."""
-        if self.kind == "model":
-            from huggingface_hub import try_to_load_from_cache
+        """Whether this machine's cache has it: of a model its config and, if they are needed, all of its weights."""
+        if self.kind == "dataset":
+            return any(self._dataset_folder().glob("*/*/*"))
+        if not any(map(self._cached, _CONFIGS)):
+            return False
+        return not self.weights or any(map(self._cached, _WEIGHTS)) or any(map(self._has_all_of, _INDICES))
 
-            found = (try_to_load_from_cache(self.name, file, revision=self.revision) for file in _MODEL_FILES)
-            return any(isinstance(path, str) for path in found)
-        return any(self._dataset_folder().glob("*/*/*"))
+    def _cached(self, file: str) -> str | None:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(self.name, file, revision=self.revision)
+        return found if isinstance(found, str) else None
+
+    def _has_all_of(self, index: str) -> bool:
+        found = self._cached(index)
+        if found is None:
+            return False
+        files = json.loads(Path(found).read_text(encoding="utf-8"))["weight_map"].values()
+        return all(map(self._cached, set(files)))
 
     def missing(self) -> str:
         """A line that says where it was looked for."""
         from huggingface_hub.constants import HF_HUB_CACHE
 
         place = HF_HUB_CACHE if self.kind == "model" else self._dataset_folder().parent
-        return f"{self.kind} {self.name!r}: no file or folder of that name here, and not in {place}"
+        what = ", or not with all of its weights" if self.weights and self.kind == "model" else ""
+        return f"{self.kind} {self.name!r}: no file or folder of that name here, and not in {place}{what}"
 
     def download(self) -> str:
         """The command that puts it into the cache."""

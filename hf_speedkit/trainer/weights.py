@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MODEL_SOURCE = "model_name_or_path: the id of a model on the Hub, or a folder with config, weights and tokenizer"
 _SHARE_BEFORE_SHARDING = 0.6
 """Drawn weights stay on the device up to this share of its free memory where a shard of them is made beside them."""
 
@@ -83,7 +84,7 @@ def load_tokenizer(model_args: ModelConfig) -> Any:
         raise ConfigurationError(
             f"no tokenizer can be loaded from {source!r}",
             evidence=tuple(line for line in str(error).splitlines() if line.strip()),
-            mend="model_name_or_path: the id of a model on the Hub, or a folder with config, weights and tokenizer",
+            mend=_MODEL_SOURCE,
         ) from error
 
 
@@ -183,9 +184,16 @@ def _model(model_args: ModelConfig, args: TrainingArguments, random_weights: boo
     if not (random_weights or receives):
         quantization = get_quantization_config(model_args)
         placed = {} if quantization is None else {"quantization_config": quantization, "device_map": {"": args.device}}
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            name, revision=revision, dtype=model_args.dtype, attn_implementation=attention, **placed
-        )
+        try:
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                name, revision=revision, dtype=model_args.dtype, attn_implementation=attention, **placed
+            )
+        except OSError as error:  # no such repository or file, no way to the Hub, no access
+            raise ConfigurationError(
+                f"no model can be loaded from {name!r}",
+                evidence=tuple(line for line in str(error).splitlines() if line.strip()),
+                mend=_MODEL_SOURCE,
+            ) from error
         return model
     config = AutoConfig.from_pretrained(name, revision=revision)
     dtype = _dtype(model_args.dtype, config)

@@ -1,5 +1,6 @@
 """Without a network a job says so in seconds; a Hub that is slow or broken is one that can be reached."""
 
+import json
 import os
 import socket
 import threading
@@ -52,6 +53,7 @@ def cached(folder, kind):
         refs = folder / "hub/models--owner--Model/refs"
         refs.mkdir()
         (refs / "main").write_text("1")
+    return path
 
 
 def test_nobody_there_is_tried_again_and_told_with_the_reason(nobody, caplog):
@@ -131,8 +133,14 @@ def test_what_the_cache_lacks_is_named_with_the_commands_that_fill_it(tmp_path, 
 def test_what_is_cached_is_used_at_once_by_our_own_programs_and_told_to_others(tmp_path, nobody, monkeypatch, caplog):
     import datasets.config
 
-    cached(tmp_path, "model")
+    snapshot = cached(tmp_path, "model")
     cached(tmp_path, "dataset")
+    parts = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": parts}))
+    (snapshot / parts["a"]).touch()
+    with pytest.raises(ConfigurationError, match=r"with all of its weights\nMend it: .*download owner/Model;"):
+        require_hub([MODEL, DATASET], why=at_once)
+    (snapshot / parts["b"]).touch()
     require_hub([MODEL, DATASET], why=at_once)
     assert not is_offline_mode()
     assert "HF_HUB_OFFLINE=1 uses the cache at once" in caplog.text

@@ -131,6 +131,13 @@ def test_random_weights_cannot_be_quantized(tmp_path):
         load_model(ModelConfig(model_name_or_path=str(tmp_path), load_in_4bit=True), None, random_weights=True)
 
 
+def test_weights_that_are_not_there_are_told_in_one_message(tmp_path):
+    tiny_llama().config.save_pretrained(tmp_path)
+    named = ModelConfig(model_name_or_path=str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"no model can be loaded from .*\n.*model\.safetensors"):
+        load_model(named, settings(tmp_path), receives=False)
+
+
 def settings(path):
     return SpeedSFTConfig(output_dir=str(path), use_cpu=True, bf16=False, tokens_per_batch=32, report_to="none", seed=3)
 
