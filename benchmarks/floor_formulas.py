@@ -218,7 +218,7 @@ def known_flops(config: Mapping[str, Any], layers: Iterable[int] | None = None) 
 
 
 def checkpointed_layers(config: Mapping[str, Any], step: StepRecord) -> int:
-    """How many layers, counted from the first as trainer/recompute.py does, explain the step's recomputed FLOPs.
+    """How many layers, counted from the first as trainer/memory/recompute.py does, explain the step's recomputed FLOPs.
 
     Raises:
         SystemExit: no number does.

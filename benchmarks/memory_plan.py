@@ -85,7 +85,7 @@ def _run(changes: dict[str, Any], config: Any, slots: int, directory: str) -> tu
 
     from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
     from hf_speedkit.core.memory_plan import plan_memory
-    from hf_speedkit.trainer.memory_settings import planned_job
+    from hf_speedkit.trainer.memory.settings import planned_job
 
     rank, dtype = changes.pop("lora", None), changes.pop("dtype", "bfloat16")
     config.save_pretrained(Path(directory) / "config")

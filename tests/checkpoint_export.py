@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from support import tiny_llama, tiny_tokenizer
 
-from hf_speedkit.trainer.checkpoint_files import checked_files, files_of, write_manifest
-from hf_speedkit.trainer.checkpoint_folder import manifest_of
+from hf_speedkit.trainer.checkpoints.files import checked_files, files_of, write_manifest
+from hf_speedkit.trainer.checkpoints.folder import manifest_of
 
 
 def whole_checkpoint(path):

@@ -25,7 +25,7 @@ def export(
     if dtype not in ("bfloat16", "float16", "float32"):
         raise typer.BadParameter("one of: bfloat16, float16, float32", param_hint="--dtype")
     from hf_speedkit.core.errors import SpeedkitError
-    from hf_speedkit.trainer.export import export_checkpoint
+    from hf_speedkit.trainer.checkpoints.export import export_checkpoint
 
     try:
         size_bytes = export_checkpoint(checkpoint, output, dtype=dtype)

@@ -155,7 +155,7 @@ def count_tokens(
             return {"tokens": len(tokenizer(row["prompt"] + _ended(row["completion"], tokenizer))["input_ids"])}
         messages = [*row["prompt"], *row["completion"]]
     if messages:
-        from hf_speedkit.trainer.conversation_checks import conversations_of, unrenderable
+        from hf_speedkit.trainer.data.conversation_checks import conversations_of, unrenderable
 
         found = conversations_of([{**row, "messages": messages, "prompt": None}])
         if not found:
@@ -210,8 +210,8 @@ def _tokenizer(model: str) -> Any:
 
 
 def _findings(loaded: Any, tokenizer: Any, template_arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    from hf_speedkit.trainer.conversation_checks import conversations_of, refuse_reasoning_line
-    from hf_speedkit.trainer.conversation_refusals import refuse_foreign_roles, refuse_missing_template
+    from hf_speedkit.trainer.data.conversation_checks import conversations_of, refuse_reasoning_line
+    from hf_speedkit.trainer.data.conversation_refusals import refuse_foreign_roles, refuse_missing_template
 
     def render(messages: Any, **arguments: Any) -> str:
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, **arguments)

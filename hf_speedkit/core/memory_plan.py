@@ -213,8 +213,8 @@ class _State:
         group, when the whole model's forward ends (_fsdp_state.py:335-342): the head's forward runs with it, its
         backward does not. A memory snapshot on two H200 showed it, 2.4 GiB of the 27B's head. The last group is that of
         final norm and head. Tied, it was gathered for the embedding; under adapters accelerate finds no final norm, and
-        the head is gathered outside a forward (trainer/communication.py), where nothing is kept: the last layer's.
-        Without copies there is no flat result.
+        the head is gathered outside a forward (trainer/sharded/communication.py), where nothing is kept: the last
+        layer's. Without copies there is no flat result.
         """
         if self.shards == 1 or self._job.zero_copy:
             return 0.0

@@ -136,7 +136,7 @@ class MemoryJob:
         accumulation: micro-batches of an optimizer step.
         sync_each_batch: gradients are reduced after every micro-batch, so that no rank keeps whole ones.
         head: whose loss head runs: "speedkit" (kernels/loss_head.py) or "trl".
-        zero_copy: FSDP2 gathers and reduces without flat copies (trainer/zero_copy.py).
+        zero_copy: FSDP2 gathers and reduces without flat copies (trainer/sharded/zero_copy.py).
     """
 
     gpus: int = 1

@@ -35,7 +35,7 @@ class PackedCollator:
         tokens_per_batch: slots of the row, T below.
         chunk_size: tokens of a chunk of flash-linear-attention's gated delta rule; None leaves chunk_indices out.
         first_position: position of every document's first token (some models do not count from 0).
-        target_positions: also say which slots precede a target, for a model with `trainer.loss_head`.
+        target_positions: also say which slots precede a target, for a model with `trainer.step.loss_head`.
         sliding_window: the model's, for counting the pairs inside it (FLOPs); None where it has none.
         longest_segment: positions that a model with learned ones has, where it has: the empty rest of a row is then
             several documents of padding.

@@ -100,9 +100,9 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> None:
 
 def _link_tracing(listed: list[TrainerCallback]) -> None:
     """Let every pair of a tracing and a metrics callback know of each other (`TracedSteps`)."""
+    from hf_speedkit.trainer.metrics.traced_steps import TracedSteps
     from hf_speedkit.trainer.throughput_callback import ThroughputCallback
     from hf_speedkit.trainer.trace_callback import TraceCallback
-    from hf_speedkit.trainer.traced_steps import TracedSteps
 
     listed[:] = [callback for callback in listed if not isinstance(callback, TracedSteps)]
     traces = [callback for callback in listed if isinstance(callback, TraceCallback)]

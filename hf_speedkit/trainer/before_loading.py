@@ -11,9 +11,9 @@ from hf_speedkit.core.families import refuse_leaking_family
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
 from hf_speedkit.kernels.imports import is_installed
 from hf_speedkit.kernels.requirements import stands_alone
-from hf_speedkit.trainer.agreement import agree
 from hf_speedkit.trainer.hub_access import HubName, require_hub
-from hf_speedkit.trainer.memory_check import require_memory_of
+from hf_speedkit.trainer.memory.check import require_memory_of
+from hf_speedkit.trainer.ranks.agreement import agree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

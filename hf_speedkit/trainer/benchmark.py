@@ -22,7 +22,7 @@ from hf_speedkit.core.step_log import parse_step_log
 from hf_speedkit.kernels.inspection import check_kernels
 from hf_speedkit.measure.environment import collect_environment
 from hf_speedkit.trainer.attach import attach
-from hf_speedkit.trainer.mfu_inputs import flops_of
+from hf_speedkit.trainer.metrics.mfu_inputs import flops_of
 from hf_speedkit.trainer.output import STEP_LOG_NAME
 from hf_speedkit.trainer.sinks import JsonlSink
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback

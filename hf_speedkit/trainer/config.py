@@ -256,7 +256,7 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         fsdp_version = 0 if self.use_cpu else (self.fsdp_plugin_args or {}).get("fsdp_version")
         refuse_optimizer(self.optim, fsdp_version)
         warn_of_first_fsdp(fsdp_version)
-        # `stop_signals` does what that is for, at one step on all ranks (see trainer/stop_signal.py).
+        # `stop_signals` does what that is for, at one step on all ranks (see trainer/ranks/stop_signal.py).
         self.enable_jit_checkpoint = False
         check_choices(self)
         if self.packing:

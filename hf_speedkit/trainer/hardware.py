@@ -11,7 +11,7 @@ from typing import Protocol
 
 from hf_speedkit.core.errors import ConfigurationError, HardwareError
 from hf_speedkit.core.memory import GIB, TrainingState, devices_needed, training_state_bytes
-from hf_speedkit.trainer.last_words import exit_with
+from hf_speedkit.trainer.ranks.last_words import exit_with
 
 __all__ = [
     "MOMENT_BYTES",

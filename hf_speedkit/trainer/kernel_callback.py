@@ -13,8 +13,8 @@ from hf_speedkit.core.errors import ConfigurationError, KernelAssertionError
 from hf_speedkit.core.records import KernelCheck
 from hf_speedkit.kernels.demands import Requirement, names_of
 from hf_speedkit.kernels.inspection import assert_kernels
-from hf_speedkit.trainer.agreement import agree, say_once
-from hf_speedkit.trainer.first_step import FirstStep
+from hf_speedkit.trainer.proof.first_step import FirstStep
+from hf_speedkit.trainer.ranks.agreement import agree, say_once
 
 logger = logging.getLogger(__name__)
 

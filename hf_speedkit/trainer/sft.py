@@ -25,11 +25,9 @@ from hf_speedkit.packing.sampler import PackedBatchSampler
 from hf_speedkit.packing.stream import StreamCollator
 from hf_speedkit.trainer.attach import attach
 from hf_speedkit.trainer.before_loading import kernel_mode, require_kernels
-from hf_speedkit.trainer.checkpoints import SafeCheckpoints
+from hf_speedkit.trainer.checkpoints.safe import SafeCheckpoints
 from hf_speedkit.trainer.config import settled_config
-from hf_speedkit.trainer.garbage import QuietGarbage
-from hf_speedkit.trainer.head_proof import check_trained, refuse_other_models
-from hf_speedkit.trainer.inputs import (
+from hf_speedkit.trainer.data.inputs import (
     check_dataset,
     check_packing_request,
     check_pad_token,
@@ -37,22 +35,24 @@ from hf_speedkit.trainer.inputs import (
     embedding_rows,
     named_datasets,
 )
+from hf_speedkit.trainer.data.positions import check_lengths, learned_positions
+from hf_speedkit.trainer.data.preparation import PreparedDatasets
 from hf_speedkit.trainer.kernel_callback import activation_dtype
-from hf_speedkit.trainer.memory_check import bits_of, require_memory
-from hf_speedkit.trainer.mfu_inputs import flops_of, sliding_window
-from hf_speedkit.trainer.offload_choice import OffloadChoice
+from hf_speedkit.trainer.memory.check import bits_of, require_memory
+from hf_speedkit.trainer.memory.offload_choice import OffloadChoice
+from hf_speedkit.trainer.memory.recompute import RecomputeChoice
+from hf_speedkit.trainer.metrics.mfu_inputs import flops_of, sliding_window
+from hf_speedkit.trainer.metrics.progress import CompactProgress
 from hf_speedkit.trainer.output import STEP_LOG_NAME, existing_run, refuse_existing_run
-from hf_speedkit.trainer.packed_layers import packed_layers, padded_attention
-from hf_speedkit.trainer.positions import check_lengths, learned_positions
-from hf_speedkit.trainer.preparation import PreparedDatasets
-from hf_speedkit.trainer.progress import CompactProgress
-from hf_speedkit.trainer.recompute import RecomputeChoice
+from hf_speedkit.trainer.proof.head_proof import check_trained, refuse_other_models
+from hf_speedkit.trainer.proof.startup import StartupProof
+from hf_speedkit.trainer.ranks.stragglers import log_stragglers
 from hf_speedkit.trainer.sinks import JsonlSink
-from hf_speedkit.trainer.startup import StartupProof
-from hf_speedkit.trainer.stragglers import log_stragglers
+from hf_speedkit.trainer.step.garbage import QuietGarbage
+from hf_speedkit.trainer.step.packed_layers import packed_layers, padded_attention
+from hf_speedkit.trainer.step.updates import FastUpdates
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback
 from hf_speedkit.trainer.trace_callback import TraceCallback
-from hf_speedkit.trainer.updates import FastUpdates
 
 logger = logging.getLogger(__name__)
 

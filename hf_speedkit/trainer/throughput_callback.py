@@ -20,13 +20,13 @@ from hf_speedkit.measure.compilations import CompilationCounter
 from hf_speedkit.measure.gpu_sampler import GpuSampler, sampler_of
 from hf_speedkit.measure.launches import LaunchCounter
 from hf_speedkit.measure.step_clock import StepClock, device_timer
-from hf_speedkit.trainer.counted_steps import CountedSteps
-from hf_speedkit.trainer.job_ledger import JobLedger, step_records
-from hf_speedkit.trainer.mfu_inputs import FlopsInputs, missing_notices
-from hf_speedkit.trainer.micro_batches import MicroBatchCounter
-from hf_speedkit.trainer.nonfinite import Mode, checked_mode, find_nonfinite, refusal
-from hf_speedkit.trainer.saved_totals import load_totals, save_totals
-from hf_speedkit.trainer.window_report import WindowReport
+from hf_speedkit.trainer.metrics.counted_steps import CountedSteps
+from hf_speedkit.trainer.metrics.job_ledger import JobLedger, step_records
+from hf_speedkit.trainer.metrics.mfu_inputs import FlopsInputs, missing_notices
+from hf_speedkit.trainer.metrics.micro_batches import MicroBatchCounter
+from hf_speedkit.trainer.metrics.nonfinite import Mode, checked_mode, find_nonfinite, refusal
+from hf_speedkit.trainer.metrics.saved_totals import load_totals, save_totals
+from hf_speedkit.trainer.metrics.window_report import WindowReport
 
 _PAUSES: Mapping[str, Any] = {"log": "log", "evaluate": "eval", "save": "save"}
 

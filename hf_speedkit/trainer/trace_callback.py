@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_speedkit.core.errors import ConfigurationError, TraceError
 from hf_speedkit.measure.trace_recorder import StepRecorder
-from hf_speedkit.trainer.trace_marks import marked_mask_building
+from hf_speedkit.trainer.metrics.trace_marks import marked_mask_building
 
 logger = logging.getLogger(__name__)
 

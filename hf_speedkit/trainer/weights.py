@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_speedkit.core.errors import ConfigurationError, SpeedkitError
-from hf_speedkit.trainer.agreement import agree, runs_alone
+from hf_speedkit.trainer.ranks.agreement import agree, runs_alone
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments

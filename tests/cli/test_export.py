@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_speedkit.cli.main import app
-from hf_speedkit.trainer.resume import WEIGHTS_FOLDER
+from hf_speedkit.trainer.checkpoints.resume import WEIGHTS_FOLDER
 
 
 def run(*arguments):

@@ -12,7 +12,7 @@ from rank_processes import rank_queue, start_ranks
 from hf_speedkit.core.errors import SpeedkitError
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
 from hf_speedkit.kernels.inspection import assert_kernels
-from hf_speedkit.trainer.agreement import agree
+from hf_speedkit.trainer.ranks.agreement import agree
 
 
 def checks(rank):
@@ -68,7 +68,7 @@ def first_step(rank):
     from transformers import TrainerControl, TrainerState
 
     from hf_speedkit.kernels.ran import StepKernels
-    from hf_speedkit.trainer.first_step import FirstStep
+    from hf_speedkit.trainer.proof.first_step import FirstStep
 
     proof, model = FirstStep(), torch.nn.Linear(4, 4) if rank == 0 else torch.nn.Identity()
     check = KernelCheck(

@@ -12,8 +12,8 @@ from hf_speedkit.measure.environment import collect_environment, visible_gpus
 from hf_speedkit.measure.gpu_sampler import GpuSampler
 from hf_speedkit.measure.launches import LaunchCounter
 from hf_speedkit.measure.step_clock import StepClock, device_timer
-from hf_speedkit.trainer.observation import GradientProbe, LabelRule, Observation, count_batch
-from hf_speedkit.trainer.repeated_rows import count_new_rows
+from hf_speedkit.trainer.metrics.observation import GradientProbe, LabelRule, Observation, count_batch
+from hf_speedkit.trainer.metrics.repeated_rows import count_new_rows
 
 # Packages that only GPU machines have warn of their own things, and torch of its sync debug mode.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(580)]

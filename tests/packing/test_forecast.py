@@ -8,7 +8,7 @@ from support import tiny_hybrid
 
 from hf_speedkit.core.flops import model_flops
 from hf_speedkit.packing.forecast import compare_batchings, forecast_stragglers, quadratic_per_token
-from hf_speedkit.trainer.stragglers import log_stragglers
+from hf_speedkit.trainer.ranks.stragglers import log_stragglers
 
 
 def qwen27b_flops(**options):

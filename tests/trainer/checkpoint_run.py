@@ -12,7 +12,7 @@ from support import tiny_hybrid, tiny_tokenizer, tokenized
 from transformers import TrainerCallback
 
 from hf_speedkit.core.errors import CheckpointError
-from hf_speedkit.trainer.roll_call import leave
+from hf_speedkit.trainer.ranks.roll_call import leave
 
 LENGTHS = [9, 4, 17, 2, 30, 8, 8, 21, 5, 13, 3, 28, 11, 6, 19, 2]
 STEPS = 20

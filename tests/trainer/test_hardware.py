@@ -208,4 +208,4 @@ def test_the_check_imports_nothing_heavy():
 
 
 def test_the_name_the_recipe_imports_is_here():
-    assert hardware.exit_with.__module__ == "hf_speedkit.trainer.last_words"
+    assert hardware.exit_with.__module__ == "hf_speedkit.trainer.ranks.last_words"

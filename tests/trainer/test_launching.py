@@ -98,7 +98,7 @@ def test_v38_mixed_precision_that_only_the_launcher_asks_for_is_in_the_settings_
     """accelerate's own config files ask for bf16, and it then holds fp32 weights whatever `bf16: false` says."""
     from hf_speedkit import SpeedSFTConfig
     from hf_speedkit.trainer.hardware import require_hardware
-    from hf_speedkit.trainer.memory_settings import setting_of
+    from hf_speedkit.trainer.memory.settings import setting_of
 
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
     args = SpeedSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, fsdp=True)

@@ -10,9 +10,9 @@ from transformers.models.mixtral import modeling_mixtral
 
 from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
 from hf_speedkit.core.errors import ConfigurationError, DatasetError, NonFiniteError
-from hf_speedkit.trainer.expert_balance import without_padding
-from hf_speedkit.trainer.head_proof import probe_tokens, prove_loss_head
-from hf_speedkit.trainer.module_mode import in_mode
+from hf_speedkit.trainer.proof.head_proof import probe_tokens, prove_loss_head
+from hf_speedkit.trainer.proof.module_mode import in_mode
+from hf_speedkit.trainer.step.expert_balance import without_padding
 
 LENGTHS = [9, 4, 17, 2, 30, 8]
 HELD_OUT = [2, 2, 2, 30, 4, 25, 3, 3]

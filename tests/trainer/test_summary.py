@@ -6,7 +6,7 @@ from support import tiny_hybrid, tiny_tokenizer, tokenized
 
 from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
 from hf_speedkit.core.summary import loss_summary
-from hf_speedkit.trainer.progress import compact_line
+from hf_speedkit.trainer.metrics.progress import compact_line
 from hf_speedkit.trainer.summary import print_summary
 
 LENGTHS = [9, 4, 17, 2, 30, 8, 8, 21]

@@ -13,7 +13,7 @@ from hf_speedkit.core.flops import model_flops
 from hf_speedkit.core.metrics import METRICS
 from hf_speedkit.core.records import TokenCounts
 from hf_speedkit.trainer.attach import attach
-from hf_speedkit.trainer.micro_batches import MicroBatchCounter
+from hf_speedkit.trainer.metrics.micro_batches import MicroBatchCounter
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback
 
 

@@ -13,9 +13,9 @@ from transformers import Trainer
 from wandb_file import history
 
 from hf_speedkit.core.records import TokenCounts
-from hf_speedkit.trainer import job_ledger
 from hf_speedkit.trainer.attach import attach
-from hf_speedkit.trainer.reduction import gather_over_ranks
+from hf_speedkit.trainer.metrics import job_ledger
+from hf_speedkit.trainer.ranks.reduction import gather_over_ranks
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback
 
 RANKS = 2

@@ -18,7 +18,7 @@ from plain_trainer import (
 from transformers import TrainerCallback, TrainerState
 
 from hf_speedkit.core.records import TokenCounts
-from hf_speedkit.trainer.saved_totals import STATE_KEY, load_totals
+from hf_speedkit.trainer.metrics.saved_totals import STATE_KEY, load_totals
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback
 
 

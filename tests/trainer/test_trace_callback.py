@@ -20,8 +20,8 @@ from hf_speedkit.core.diagnosis import diagnose
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.measure.trace import summarize_trace
 from hf_speedkit.trainer import trace_callback as module
+from hf_speedkit.trainer.metrics.trace_marks import MASK_RANGE, marked_mask_building
 from hf_speedkit.trainer.trace_callback import TraceCallback
-from hf_speedkit.trainer.trace_marks import MASK_RANGE, marked_mask_building
 
 
 def traced(tmp_path, callback, *, kind=Trainer, **more):

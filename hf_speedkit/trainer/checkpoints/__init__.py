@@ -1,0 +1,7 @@
+"""Checkpoints that are whole or not there, and the model at the end.
+
+- the trainer's part, which saves and goes on: safe
+- on the disk: files, folder, run_lock
+- going on: resume, resume_model, sharded_weights
+- the model at the end: export
+"""

@@ -1,0 +1,263 @@
+"""The model at the end: plain safetensors that `from_pretrained` loads, from a live run or from a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from hf_speedkit.core.errors import CheckpointError, ConfigurationError, SpeedkitError
+from hf_speedkit.trainer.checkpoints.files import damage, read_manifest
+from hf_speedkit.trainer.checkpoints.folder import named_failures, require_space
+from hf_speedkit.trainer.checkpoints.resume import reason_of, weights_damage
+from hf_speedkit.trainer.checkpoints.sharded_weights import is_sharded, sharded_tensors
+from hf_speedkit.trainer.ranks.agreement import agree
+
+if TYPE_CHECKING:
+    from hf_speedkit.trainer.checkpoints.safe import SafeCheckpoints
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+# Decays of a GatedDeltaNet layer: rounded to bf16 they drift over long rows (case V43), and they are a few KB.
+_KEPT_AS_TRAINED = ("A_log", "dt_bias")
+# What a checkpoint holds for training to go on, and nobody needs beside a finished model.
+_FOR_TRAINING = ("trainer_state.json", "training_args.bin", "speedkit_*", "*.pt", "*.pth", "*.bin", "*.safetensors",
+                 "*.safetensors.index.json")  # fmt: skip
+
+
+def export_dtype(args: Any, model: torch.nn.Module) -> torch.dtype | None:
+    """The type that the final model's weights are brought to; None leaves them as they are.
+
+    "auto" stores a model in the type it computes in: fp32 master weights of a bf16 run are not needed any more.
+    Adapters stay as they were trained.
+    """
+    name = args.export_dtype
+    if name == "auto":
+        computes_in_bf16 = args.bf16 or any(p.dtype == torch.bfloat16 for p in model.parameters())
+        name = "bfloat16" if computes_in_bf16 and not is_adapter_model(model) else "stored"
+    dtype = DTYPES.get(name)
+    changed = any(export_tensor(key, value, dtype).dtype != value.dtype for key, value in _meta(model))
+    return dtype if changed else None
+
+
+def export_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A tensor in the type it is exported in."""
+    if dtype is None or not tensor.is_floating_point() or name.rsplit(".", 1)[-1] in _KEPT_AS_TRAINED:
+        return tensor
+    return tensor.to(dtype)
+
+
+def model_bytes(model: torch.nn.Module, dtype: torch.dtype | None) -> int:
+    """Bytes of what `save_final_model` writes."""
+    return sum(value.numel() * export_tensor(name, value, dtype).element_size() for name, value in _meta(model))
+
+
+def is_adapter_model(model: torch.nn.Module) -> bool:
+    """Whether only adapters of a frozen model are trained (peft)."""
+    return hasattr(model, "peft_config")
+
+
+def is_fsdp2(trainer: Any) -> bool:
+    """Whether a trainer shards its model with fully_shard."""
+    return bool(trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version == 2)
+
+
+def needs_all_ranks(trainer: Any) -> bool:
+    """Whether the weights are spread over the ranks, so that none can save the model alone."""
+    spread = any(hasattr(weight, "full_tensor") for weight in trainer.model.parameters())
+    return bool(spread or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
+
+
+def save_final_model(trainer: SafeCheckpoints, output_dir: Path, dtype: torch.dtype | None) -> None:
+    """Gather a model tensor by tensor on the process that writes, and save it; see `needs_all_ranks`.
+
+    Works whatever the state-dict type: Trainer (5.23, trainer.py:4097) writes nothing under SHARDED_STATE_DICT. Needs
+    the model's size in `dtype` in the writing process's memory: 54 GB for 27 billion parameters in bf16.
+
+    Raises:
+        CheckpointError: the disk has no room for it, before anything is gathered.
+    """
+    model, args = trainer.model, trainer.args
+    size = model_bytes(model, dtype)
+    # Of a whole model one rank may call it alone, as people do with the Trainer's own: nothing is exchanged.
+    together: Callable[[Callable[[], None]], None] = agree if needs_all_ranks(trainer) else _alone
+    together(lambda: require_space(output_dir, size, what="the final model") if args.should_save else None)
+    state = {}
+    for name, tensor in _exported(model):
+        whole = export_tensor(name, tensor.detach(), dtype)
+        if hasattr(whole, "full_tensor"):
+            whole = whole.full_tensor()  # a collective: every rank takes part, one keeps the result
+        if args.should_save:
+            state[name] = whole.cpu()
+    together(lambda: _write(trainer, output_dir, state, dtype))
+
+
+def _alone(act: Callable[[], None]) -> None:
+    act()
+
+
+def _write(trainer: SafeCheckpoints, output_dir: Path, state: dict[str, torch.Tensor], dtype: Any) -> None:
+    if trainer.args.should_save:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    with named_failures(output_dir, "the final model"):
+        trainer._save(str(output_dir), state_dict=state)
+    if trainer.args.should_save and dtype is not None:
+        _say_dtype(output_dir, dtype)
+
+
+def _say_dtype(directory: Path, dtype: torch.dtype) -> None:
+    """`save_pretrained` writes the model's own type into config.json, and a loader would go by that."""
+    path = directory / "config.json"
+    if path.is_file():
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _exported(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of what is exported: tied weights once, of an adapter model what was trained."""
+    once = dict(model.named_parameters())
+    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    adapters = is_adapter_model(model)
+    for name, tensor in model.state_dict().items():
+        tied_to_another = name in every and name not in once
+        if not tied_to_another and not (adapters and (name not in once or not once[name].requires_grad)):
+            yield name, tensor
+
+
+def _meta(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in _exported(model):
+        yield name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def describe_model(model: Any, processing_class: Any, directory: Path) -> None:
+    """Write config, generation config, tokenizer and chat template beside sharded weights, which come without them."""
+    if is_adapter_model(model):
+        settings = copy.copy(model.peft_config[model.active_adapter])
+        settings.inference_mode = True  # as peft writes it
+        settings.save_pretrained(str(directory))
+    else:
+        config = copy.deepcopy(model.config)
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        config.save_pretrained(directory)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(directory)
+    if processing_class is not None:
+        processing_class.save_pretrained(directory)
+
+
+def export_checkpoint(checkpoint: Path, output_dir: Path, *, dtype: str = "bfloat16") -> int:
+    """Turn a checkpoint into a plain safetensors model (or peft adapters), without GPUs and without the launcher.
+
+    Args:
+        checkpoint: a checkpoint-N folder, sharded or whole; its checksums are compared first.
+        output_dir: a new or empty folder.
+        dtype: "bfloat16", "float16" or "float32"; adapters stay as they were trained.
+
+    Returns:
+        Bytes of the written weights.
+
+    Raises:
+        CheckpointError: damaged, without a config, or the disk is full.
+        ConfigurationError: `output_dir` holds something.
+    """
+    problems = _damage(checkpoint)
+    if problems:
+        raise CheckpointError(
+            f"{str(checkpoint)!r} is damaged", evidence=tuple(problems[:5]), mend="export another checkpoint"
+        )
+    if output_dir.exists() and any(output_dir.iterdir()):
+        raise ConfigurationError(f"{str(output_dir)!r} is not empty", mend="name a folder that does not exist yet")
+    if (checkpoint / "adapter_config.json").is_file():
+        _export_adapters(checkpoint, output_dir)
+    elif (checkpoint / "config.json").is_file():
+        _export_model(checkpoint, output_dir, DTYPES[dtype])
+    else:
+        raise CheckpointError(
+            f"{str(checkpoint)!r} holds no config.json, so nobody knows what its weights are",
+            mend="copy config.json and the tokenizer's files of the model that was trained into it",
+        )
+    skipped = shutil.ignore_patterns(*_FOR_TRAINING)("", [path.name for path in checkpoint.iterdir()])
+    for path in checkpoint.iterdir():
+        if path.is_file() and path.name not in skipped and not (output_dir / path.name).exists():
+            shutil.copy(path, output_dir / path.name)
+    return sum(path.stat().st_size for path in output_dir.glob("*.safetensors"))
+
+
+def _damage(checkpoint: Path) -> list[str]:
+    try:
+        manifest = read_manifest(checkpoint)
+    except (ValueError, OSError) as error:
+        return [f"its manifest cannot be read: {error}"]
+    return weights_damage(checkpoint) if manifest is None else damage(checkpoint, manifest)
+
+
+@contextmanager
+def _reading(checkpoint: Path) -> Iterator[None]:
+    """Errors of whoever reads a checkpoint as one that says which it was."""
+    try:
+        yield
+    except SpeedkitError:
+        raise
+    except (CheckpointException, OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{str(checkpoint)!r} cannot be read",
+            evidence=(f"{type(error).__name__}: {reason_of(error)}",),
+            mend="export another checkpoint, or mend what is named",
+        ) from error
+
+
+def _refuse_other_config(model: torch.nn.Module, state: Mapping[str, torch.Tensor], checkpoint: Path) -> None:
+    missing = [name for name, _ in _exported(model) if name not in state]
+    unknown = [name for name in state if name not in model.state_dict()]
+    if missing or unknown:
+        raise CheckpointError(
+            f"config.json in {str(checkpoint)!r} describes another model than the one whose weights are there",
+            evidence=tuple(
+                f"{len(names)} weights {what}, such as {names[0]}"
+                for names, what in ((missing, "are missing"), (unknown, "have no place"))
+                if names
+            ),
+            mend="copy config.json of the model that was trained into it",
+        )
+
+
+def _export_model(checkpoint: Path, output_dir: Path, dtype: torch.dtype) -> None:
+    import transformers
+
+    with _reading(checkpoint):
+        config = transformers.AutoConfig.from_pretrained(checkpoint)
+    kind = getattr(transformers, (config.architectures or ["?"])[0], transformers.AutoModelForCausalLM)
+    if is_sharded(checkpoint):
+        # transformers writes it, from a model without memory: names, tied weights and parts are its business.
+        with torch.device("meta"):
+            model = kind._from_config(config) if hasattr(kind, "_from_config") else kind.from_config(config)
+        with _reading(checkpoint):
+            state = dict(sharded_tensors(checkpoint, dtype))
+        _refuse_other_config(model, state, checkpoint)
+    else:
+        with _reading(checkpoint):
+            model = kind.from_pretrained(checkpoint, dtype="auto")
+        state = {name: export_tensor(name, tensor, dtype) for name, tensor in _exported(model)}
+    size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+    require_space(output_dir, size, what="the model")
+    model.save_pretrained(output_dir, state_dict=state)
+    _say_dtype(output_dir, dtype)
+
+
+def _export_adapters(checkpoint: Path, output_dir: Path) -> None:
+    from safetensors.torch import save_file
+
+    output_dir.mkdir(parents=True, exist_ok=True)
+    if is_sharded(checkpoint):
+        with _reading(checkpoint):
+            state = {name: tensor.contiguous() for name, tensor in sharded_tensors(checkpoint, None)}
+        save_file(state, output_dir / "adapter_model.safetensors", metadata={"format": "pt"})
+    else:
+        shutil.copy(checkpoint / "adapter_model.safetensors", output_dir)

@@ -1,0 +1,193 @@
+"""From the datasets that a user passes to documents: TRL tokenizes and masks, what it would do silently is said."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from trl import SFTTrainer
+
+from hf_speedkit.core.document_records import DocumentReport
+from hf_speedkit.core.errors import DatasetError
+from hf_speedkit.packing.documents import document_lengths, prepare_documents
+from hf_speedkit.packing.row_rules import PACKED_COLUMNS
+from hf_speedkit.packing.stream import PackedStream
+from hf_speedkit.packing.stream_source import share_of_rank
+from hf_speedkit.trainer.config import SpeedSFTConfig
+from hf_speedkit.trainer.data.conversation_checks import SAMPLE_ROWS
+from hf_speedkit.trainer.data.inputs import check_dataset, refuse_packed_evaluation, with_template_kwargs
+from hf_speedkit.trainer.data.raw_rows import answered, checked_stream, columns_of, formatted, is_pair, one_format
+from hf_speedkit.trainer.data.templates import MaskCheck, TemplateChecks, log_example
+from hf_speedkit.trainer.ranks.agreement import agree
+
+logger = logging.getLogger(__name__)
+
+_TOLERATED_CUT_SHARE = 0.01
+
+
+class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
+    """SFTTrainer whose datasets are checked, masked each as it is made, and packed where that is asked for."""
+
+    _reports: dict[str, DocumentReport]
+    completion_only_loss: bool
+
+    def _prepare_dataset(
+        self, dataset: Any, processing_class: Any, args: SpeedSFTConfig, packing: bool, formatting_func: Any, name: str
+    ) -> Any:
+        """TRL's tokenization and masks, the template looked at before them; its packing is replaced by ours."""
+        streaming = isinstance(dataset, IterableDataset)
+        if packing and streaming:
+            dataset = share_of_rank(dataset, rank=args.process_index, world_size=args.world_size)
+        tokenized = "input_ids" in columns_of(dataset)
+        if formatting_func is not None and not tokenized:
+            dataset = formatted(dataset, formatting_func, args.dataset_text_field)
+        dataset = with_template_kwargs(one_format(dataset, args.dataset_text_field), args)
+        if streaming:
+            dataset = checked_stream(dataset, args.dataset_text_field)
+        columns = columns_of(dataset)
+        if args.assistant_only_loss and "messages" in columns:
+            dataset = answered(dataset, name)
+        conversational = bool({"messages", "conversations", "prompt"} & set(columns))
+        if tokenized or not conversational:
+            _say_what_is_idle(args, name)
+        if not tokenized and not conversational and args.dataset_text_field in columns:
+            self._require_end_token()
+        found = None if streaming else len(dataset)
+        checks = TemplateChecks(
+            self._tokenizer, self.chat_template, args.template_check, args.exclude_generation_prompt
+        )
+        checks.before(dataset, name)
+        with self._masking(args, columns):
+            dataset = self._tokenized(dataset, processing_class, args, checks, name)
+            masks = MaskCheck(
+                name=name, assistant_only=args.assistant_only_loss, completion_only=bool(self.completion_only_loss)
+            )
+        if not packing:
+            masks.padded(_without_boundaries(dataset) if args.padding_free else dataset, found)
+            return dataset
+        if streaming:
+            stream = PackedStream(dataset, tokens_per_batch=args.row_slots, overlong=args.overlong)
+            rows, report = agree(lambda: stream.sample(SAMPLE_ROWS))
+            agree(lambda: masks.packed(report, rows))
+            log_example(rows, self._tokenizer, name)
+            return stream
+        dataset, report = prepare_documents(dataset, tokens_per_batch=args.row_slots, overlong=args.overlong)
+        masks.packed(report, dataset)
+        self._reports.setdefault(name, report)  # "train" is the first of that name: an evaluation set may have it too
+        logger.info("%s documents: %s", name, report.sentence())
+        _say_what_is_doubled(dataset, self._tokenizer, name)
+        log_example(dataset, self._tokenizer, name)
+        return dataset
+
+    def _tokenized(
+        self, dataset: Any, processing_class: Any, args: SpeedSFTConfig, checks: TemplateChecks, name: str
+    ) -> Any:
+        """TRL's preparation; a dataset is cut to `max_length` in a second go, so that it can be said what is lost."""
+        cut = args.max_length is not None and isinstance(dataset, Dataset)
+        whole = args
+        if cut:
+            whole = copy.copy(args)
+            whole.max_length, whole.shuffle_dataset = None, False
+        dataset = super()._prepare_dataset(dataset, processing_class, whole, False, None, name)
+        dataset = checks.after(dataset, name, num_proc=args.dataset_num_proc)
+        if not cut:
+            return dataset
+        _say_what_is_cut(dataset, args.max_length, name)
+        return super()._prepare_dataset(dataset, processing_class, args, False, None, name)
+
+    @contextmanager
+    def _masking(self, args: SpeedSFTConfig, columns: list[str]) -> Iterator[None]:
+        """Mask the prompts of a dataset that has them.
+
+        TRL decides by the training data for all: an evaluation set of prompts and completions beside training data of
+        text would be scored on its prompts too.
+        """
+        former = self.completion_only_loss
+        if args.completion_only_loss is None:
+            self.completion_only_loss = is_pair(columns)
+        try:
+            yield
+        finally:
+            self.completion_only_loss = former
+
+    def _require_end_token(self) -> None:
+        if self._tokenizer.eos_token is None:
+            raise DatasetError(
+                "the tokenizer has no eos_token to end a text with",
+                mend='set one: eos_token="..." in the config, a token of the vocabulary',
+            )
+
+    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's predictions on a dataset of any kind that `evaluate` takes; the parent's takes a prepared one."""
+        if not self._skip_prepare_dataset:
+            self._check_new(test_dataset, "test")
+            test_dataset = self._prepare_dataset(
+                test_dataset, self.processing_class, self.args, self._eval_is_packed(), self._formatting_func, "test"
+            )
+        return super().predict(test_dataset, *args, **kwargs)
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """TRL's evaluation; a dataset passed here is looked at as those of the constructor are.
+
+        Raises:
+            DatasetError, PackingError: it cannot be evaluated.
+        """
+        if eval_dataset is not None and not isinstance(eval_dataset, str) and not self._skip_prepare_dataset:
+            for name, dataset in (eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}).items():
+                self._check_new(dataset, name)
+        return super().evaluate(eval_dataset, *args, **kwargs)
+
+    def _eval_is_packed(self) -> bool:
+        return bool(self.args.packing if self.args.eval_packing is None else self.args.eval_packing)
+
+    def _check_new(self, dataset: Any, name: str) -> None:
+        refuse_packed_evaluation(dataset, packing=self._eval_is_packed())
+        check_dataset(
+            dataset, text_field=self.args.dataset_text_field, formatting_func=self._formatting_func, name=name,
+            completion_only_loss=self.args.completion_only_loss,
+        )  # fmt: skip
+
+
+def _without_boundaries(dataset: Any) -> Any:
+    """The dataset without the columns that TRL's padding-free collator reads."""
+    return dataset.remove_columns([name for name in columns_of(dataset) if name in PACKED_COLUMNS])
+
+
+def _say_what_is_idle(args: SpeedSFTConfig, name: str) -> None:
+    """Settings for conversations do nothing to rows that hold text or tokens."""
+    for setting in ("chat_template_kwargs", "exclude_generation_prompt"):
+        if getattr(args, setting):
+            logger.warning("%s does nothing to the %s dataset: its rows are no conversations", setting, name)
+
+
+def _say_what_is_cut(dataset: Dataset, max_length: int, name: str) -> None:
+    lengths = document_lengths(dataset)
+    beyond = int((lengths - max_length).clip(min=0).sum())
+    if not beyond:
+        return
+    share = beyond / int(lengths.sum())
+    say = logger.warning if share > _TOLERATED_CUT_SHARE else logger.info
+    say(
+        "%s documents: %s of %s are longer than max_length=%s and cut there; %s of %s tokens (%.1f%%) are lost. "
+        "max_length=%s keeps all",
+        name, f"{int((lengths > max_length).sum()):,}", f"{len(lengths):,}", f"{max_length:,}", f"{beyond:,}",
+        f"{int(lengths.sum()):,}", 100 * share, int(lengths.max()),
+    )  # fmt: skip
+
+
+def _say_what_is_doubled(dataset: Dataset, tokenizer: Any, name: str) -> None:
+    """Documents that begin or end with the same special token twice: the text brings it, and so does the tokenizer."""
+    rows = [row["input_ids"] for row in dataset.select(range(min(len(dataset), SAMPLE_ROWS)))]
+    ends = ((slice(None, 2), tokenizer.bos_token_id, "begin"), (slice(-2, None), tokenizer.eos_token_id, "end"))
+    for end, token, what in ends:
+        doubled = sum(token is not None and [int(one) for one in row[end]] == [token, token] for row in rows)
+        if 2 * doubled > len(rows):
+            logger.warning(
+                "%s documents: %d of %d %s with %r twice: the text brings it, and the tokenizer adds it once more. "
+                "Take it out of the text (or of a formatting_func that applies a chat template)",
+                name, doubled, len(rows), what, tokenizer.convert_ids_to_tokens(token),
+            )  # fmt: skip

@@ -1,0 +1,272 @@
+"""Chat templates and masks of one dataset: looked at before tokenization, applied and reported after it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+
+from hf_speedkit.core.document_records import DocumentReport
+from hf_speedkit.core.errors import DatasetError, SpeedkitError
+from hf_speedkit.packing.boundaries import IGNORE_INDEX
+from hf_speedkit.packing.documents import prepare_documents
+from hf_speedkit.packing.row_rules import refuse_shifted_labels
+from hf_speedkit.packing.stream_documents import no_documents, read_document
+from hf_speedkit.trainer.data.conversation_checks import (
+    SAMPLE_ROWS,
+    Messages,
+    conversations_of,
+    generation_prompt_spans,
+    judge_differences,
+    refuse_reasoning_line,
+    rendering_differences,
+)
+from hf_speedkit.trainer.data.conversation_refusals import (
+    refuse_filled_arguments,
+    refuse_foreign_roles,
+    refuse_missing_template,
+    refuse_weighed_messages,
+    written_roles,
+)
+
+logger = logging.getLogger(__name__)
+
+_SHOWN_TOKENS = 120
+_ANY_LENGTH = 1 << 62
+_SAMPLED_STREAM_ROWS = 10_000
+_TOLERATED_DRY_SHARE = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateChecks:
+    """The checks of one dataset.
+
+    Args:
+        tokenizer: with its own chat template, which inference uses.
+        training_template: what TRL trains with instead, if anything.
+        mode: "strict" refuses, "warn" says so and goes on, "off" looks at nothing.
+        exclude_generation_prompt: take tokens that the prompt supplies at inference out of the targets.
+    """
+
+    tokenizer: Any
+    training_template: str | None
+    mode: str
+    exclude_generation_prompt: bool
+
+    def before(self, dataset: Dataset | IterableDataset, name: str) -> None:
+        """Look at the first conversations as they will be rendered.
+
+        Raises:
+            ConfigurationError, DatasetError: see conversation_checks; only in strict mode.
+        """
+        if self.mode == "off" or "input_ids" in (dataset.column_names or ()):
+            return
+        sample = list(islice(dataset, SAMPLE_ROWS))  # take() of datasets before 5.2 fails on fewer rows
+        conversations = conversations_of(sample)
+        refuse_missing_template(self.tokenizer, conversations)
+        prompts = any("prompt" in row for row in sample)
+        self._refuse(lambda: refuse_foreign_roles(conversations, self._train), name)
+        self._refuse(lambda: refuse_weighed_messages(conversations), name)
+        roles = written_roles(conversations, self._train)
+        if roles:
+            logger.warning("%s documents: %s", name, roles)
+        self._refuse(lambda: refuse_reasoning_line(conversations, self._infer), name)
+        self._refuse(lambda: refuse_filled_arguments(conversations), name)
+        differences = self._refuse(lambda: rendering_differences(conversations, self._train, self._infer), name) or []
+        warning = self._refuse(lambda: judge_differences(differences, len(conversations), prompts=prompts), name)
+        if warning:
+            logger.warning("%s documents: %s", name, warning)
+
+    def after(self, dataset: Dataset | IterableDataset, name: str, **map_arguments: Any) -> Dataset | IterableDataset:
+        """Take the tokens of generation prompts out of the targets, where that was asked for.
+
+        Args:
+            dataset: tokenized by TRL, its messages still there.
+            name: "train" or the name of an evaluation set, for the log.
+            map_arguments: handed to `Dataset.map`.
+        """
+        columns = dataset.column_names  # None: a stream that does not know its columns
+        if not self.exclude_generation_prompt or (columns is not None and "messages" not in columns):
+            return dataset
+        if isinstance(dataset, IterableDataset):
+            return dataset.map(self.without_generation_prompt)
+        dataset = dataset.map(self.without_generation_prompt, desc="Masking generation prompts", **map_arguments)
+        excluded = sum(dataset["generation_prompt_tokens"])
+        logger.info("%s documents: %s tokens of generation prompts are no targets", name, f"{excluded:,}")
+        return dataset
+
+    def without_generation_prompt(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Labels of one row with -100 where the prompt supplies the token at inference, and how many those are."""
+        labels = list(row["labels"])
+        conversations = conversations_of([row])
+        if not conversations:
+            return {"labels": labels, "generation_prompt_tokens": 0}
+        messages, arguments = conversations[0]
+        text = self._train(messages, **arguments)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        if list(encoded["input_ids"]) != list(row["input_ids"]):
+            raise DatasetError(
+                "generation prompts cannot be found: tokens do not come from the rendered conversation",
+                mend="exclude_generation_prompt=False",
+            )
+        spans = generation_prompt_spans(messages, arguments, self._train, self._infer)
+        excluded = 0
+        for at, (start, stop) in enumerate(encoded["offset_mapping"]):
+            if labels[at] != IGNORE_INDEX and any(first <= start and stop <= last for first, last in spans):
+                labels[at] = IGNORE_INDEX
+                excluded += 1
+        return {"labels": labels, "generation_prompt_tokens": excluded}
+
+    def _refuse(self, check: Any, name: str) -> Any:
+        try:
+            return check()
+        except SpeedkitError as error:
+            if self.mode == "strict":
+                raise
+            logger.warning("%s documents: %s", name, error)
+            return None
+
+    def _train(self, messages: Messages, **arguments: Any) -> str:
+        return self._render(messages, chat_template=self.training_template, **arguments)
+
+    def _infer(self, messages: Messages, **arguments: Any) -> str:
+        return self._render(messages, **arguments)
+
+    def _render(self, messages: Messages, **arguments: Any) -> str:
+        text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+        return text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskCheck:
+    """What the targets of one dataset must look like.
+
+    Args:
+        name: of the dataset, for messages.
+        assistant_only: `assistant_only_loss` was asked for.
+        completion_only: so was completion-only loss.
+    """
+
+    name: str
+    assistant_only: bool
+    completion_only: bool
+
+    def packed(self, report: DocumentReport, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Refuse a mask that masks nothing, or everything in the part of a stream that was looked at.
+
+        Args:
+            report: of the dataset after tokenization.
+            rows: its documents, of which the first are looked at.
+
+        Raises:
+            DatasetError: every token that can be a target is one, or none is; labels are shifted already.
+        """
+        refuse_shifted_labels(islice(rows, SAMPLE_ROWS))
+        if not report.documents:  # only a stream: `prepare_documents` has refused such a dataset
+            looked = f"the first {report.documents_found:,}" if report.documents_found else "those"
+            raise DatasetError(
+                f"no document with targets among {looked} of the {self.name} dataset",
+                evidence=(f"{report.empty_documents:,} are empty",),
+                mend="check the stream, its filters, the template's assistant mask and that answers lie within "
+                "tokens_per_batch; each rank needs at least one document",
+            )
+        if report.target_tokens < report.real_tokens - report.documents:
+            return
+        if self.assistant_only or (self.completion_only and not _first_tokens_masked(rows)):
+            raise DatasetError(
+                f"a mask was asked for and 100 % of the {self.name} dataset's tokens are targets",
+                evidence=(f"{report.target_tokens:,} targets in {report.documents:,} documents",),
+                mend="check the template's assistant markers, or set assistant_only_loss and completion_only_loss to "
+                "False",
+            )
+
+    def padded(self, dataset: Dataset | IterableDataset, found: int | None) -> None:
+        """Count the targets of documents that are not packed, and refuse what `packed` refuses; nothing is changed.
+
+        Args:
+            dataset: after TRL, which drops documents that truncation left without targets and says nothing.
+            found: documents before; None for a stream.
+
+        Raises:
+            DatasetError: as `packed`; 0 documents with targets.
+        """
+        if not isinstance(dataset, Dataset):
+            rows, report = _first_documents(dataset)
+        elif {"input_ids", "labels"} <= set(dataset.column_names):
+            if not len(dataset):
+                raise DatasetError(
+                    f"0 of {found:,} documents of the {self.name} dataset have targets",
+                    evidence=("within max_length the label mask covers every token",),
+                    mend="raise max_length, or check the template's assistant mask",
+                )
+            rows = dataset
+            report = prepare_documents(dataset, tokens_per_batch=_ANY_LENGTH)[1]
+        else:  # images: tokenized batch by batch
+            return
+        if report is None:
+            return
+        self.packed(report, rows)
+        if found is not None:
+            dry = found - report.documents
+            say = logger.warning if dry > _TOLERATED_DRY_SHARE * found else logger.info
+            lost = f" {dry:,} of {found:,} have none." if dry else ""
+            say("%s documents: %s of tokens are targets.%s", self.name, f"{report.target_share:.1%}", lost)
+
+
+def _first_tokens_masked(rows: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a mask is at work that every possible target escapes: prompts of one token, which is never a target."""
+    labels = [row["labels"] for row in islice(rows, SAMPLE_ROWS) if row.get("labels") is not None]
+    return any(int(given[0]) == IGNORE_INDEX for given in labels if len(given))
+
+
+def _first_documents(stream: IterableDataset) -> tuple[list[dict[str, Any]], DocumentReport | None]:
+    """The first documents with targets of a stream that is not packed; no report where rows hold no tokens yet."""
+    report = no_documents(_ANY_LENGTH, "drop")
+    rows: list[dict[str, Any]] = []
+    for row in stream.take(_SAMPLED_STREAM_ROWS):
+        if row.get("input_ids") is None:
+            return rows, None
+        documents, report = read_document(row, report)
+        rows += [document.as_row() for document in documents]
+        if len(rows) >= SAMPLE_ROWS:
+            break
+    return rows, report
+
+
+def marked_example(input_ids: Sequence[int], labels: Sequence[int], tokenizer: Any) -> str:
+    """The text of a document with its targets in double square brackets, cut to a readable length.
+
+    The first token of a document is never a target, whatever its label says.
+    """
+    target = [label != IGNORE_INDEX and at > 0 for at, label in enumerate(labels)]
+    parts: list[str] = []
+    start = 0
+    for at in range(1, len(input_ids) + 1):
+        if at == len(input_ids) or target[at] != target[start]:
+            text = _cut(tokenizer, list(input_ids[start:at]))
+            parts.append(f"[[{text}]]" if target[start] else text)
+            start = at
+    return "".join(parts)
+
+
+def log_example(rows: Any, tokenizer: Any, name: str) -> None:
+    """Log the first document with its targets marked: once a dataset, by the first process of a job."""
+    if int(os.environ.get("RANK", "0")):
+        return
+    row = next(islice(iter(rows), 1), None)
+    if row is not None:
+        labels = row["labels"] if row.get("labels") is not None else row["input_ids"]
+        shown = marked_example(list(row["input_ids"]), list(labels), tokenizer)
+        logger.info("%s example, targets in [[ ]]: %s", name, shown)
+
+
+def _cut(tokenizer: Any, ids: list[int]) -> str:
+    if len(ids) <= _SHOWN_TOKENS:
+        return str(tokenizer.decode(ids))
+    half = _SHOWN_TOKENS // 2
+    return f"{tokenizer.decode(ids[:half])} ... ({len(ids) - 2 * half:,} tokens) ... {tokenizer.decode(ids[-half:])}"

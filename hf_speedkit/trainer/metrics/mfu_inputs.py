@@ -1,0 +1,302 @@
+"""What MFU is measured against: the model's FLOPs and the device's dense peak, found where the user gives neither."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from transformers import TrainingArguments
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hf_speedkit.core.devices import peak_tflops, tensor_clock_mhz
+from hf_speedkit.core.flops import LAYER_PARTS, REENTRANT_PARTS, ModelFlops, Part, model_flops
+from hf_speedkit.core.records import TokenCounts
+from hf_speedkit.trainer.memory.kept_products import kept_flops_per_token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlopsInputs:
+    """What FLOP utilisation is made of: what a user gave, or (`completed`) what a run has. None: not known.
+
+    Args:
+        flops: model FLOPs of counted tokens.
+        peak_tflops: dense peak of one device.
+        recompute: what checkpointed layers compute once more.
+        recomputed: FLOPs of that, of counted tokens.
+        tensor_clock_mhz: SM clock at which the peak is stated.
+    """
+
+    flops: Callable[[TokenCounts], float | None] | None = None
+    peak_tflops: float | None = None
+    recompute: Collection[Part] | None = None
+    recomputed: Callable[[TokenCounts], float | None] | None = None
+    tensor_clock_mhz: float | None = None
+
+    def completed(self, args: TrainingArguments, model: torch.nn.Module) -> FlopsInputs:
+        """With what the model and the device say where nothing was given; nothing of several devices in one process."""
+        if args.n_gpu > 1:
+            return self
+        flops = self.flops if self.flops is not None else flops_of(model)
+        return replace(
+            self,
+            flops=flops,
+            peak_tflops=self.peak_tflops if self.peak_tflops is not None else device_peak_tflops(args, model),
+            recomputed=RecomputedFlops(model, flops, self.recompute) if isinstance(flops, ModelFlops) else None,
+            tensor_clock_mhz=device_tensor_clock_mhz(args),
+        )
+
+    @property
+    def window(self) -> int | None:
+        """Sliding window whose pairs have to be counted."""
+        return self.flops.window if isinstance(self.flops, ModelFlops) else None
+
+    def model_flops(self, counts: TokenCounts) -> float | None:
+        """Model FLOPs of counted tokens."""
+        return None if self.flops is None else self.flops(counts)
+
+    def recomputed_flops(self, counts: TokenCounts) -> float | None:
+        """FLOPs of what is computed once more."""
+        return None if self.recomputed is None else self.recomputed(counts)
+
+
+class RecomputedFlops:
+    """FLOPs of what is computed once more in backward, by the layers that are checkpointed at the time of the call.
+
+    Args:
+        model: the model as it trains.
+        flops: its FLOPs; the head is taken from here.
+        parts: what a checkpointed layer computes again. None: from how checkpointing is set, which tells unless a
+            policy of one's own (`context_fn`) keeps some of it; then nothing is claimed.
+    """
+
+    def __init__(self, model: torch.nn.Module, flops: ModelFlops, parts: Collection[Part] | None) -> None:
+        self._model = model
+        self._flops = flops
+        self._parts = parts
+        self._layers = decoder_layers(model)
+        self._known_for: tuple[bool, ...] | None = None
+        self._of_layers: ModelFlops | None = None
+        self._recomputed: Collection[Part] | None = None
+        self._at_ends = 0.0
+
+    def __call__(self, counts: TokenCounts) -> float | None:
+        """FLOPs of counted tokens; None where they or the way of checkpointing are not known."""
+        checkpointed = tuple(is_checkpointed(layer) for layer in self._layers)
+        if checkpointed != self._known_for:  # the choice of layers may follow from the first steps
+            self._known_for = checkpointed
+            self._look(checkpointed)
+        head = self._flops.recomputed(counts, {"head"} if self._flops.head_again else ())
+        if not any(checkpointed):
+            return head
+        if self._of_layers is None or self._recomputed is None or head is None:
+            return None
+        layers = self._of_layers.recomputed(counts, self._recomputed)
+        if layers is None or counts.real is None:
+            return None
+        return layers + head + counts.real * (self._at_ends - sum(map(kept_flops_per_token, self._layers)))
+
+    def _look(self, checkpointed: tuple[bool, ...]) -> None:
+        indices = [index for index, on in enumerate(checkpointed) if on]
+        if not indices:
+            return
+        config = self._model.config.get_text_config()  # type: ignore[operator, union-attr]
+        known = config.num_hidden_layers == len(checkpointed)
+        self._of_layers = flops_of(self._model, layers=indices) if known else None
+        self._recomputed = self._parts if self._parts is not None else recomputed_parts(self._layers[indices[0]])
+        self._at_ends = 0.0
+        if known and self._parts is None and self._recomputed == LAYER_PARTS:
+            self._at_ends = sum(
+                more_at_the_end(self._layers[index], model_flops(config.to_dict(), layers=[index])) for index in indices
+            )
+
+
+def flops_of(model: torch.nn.Module, *, layers: Sequence[int] | None = None) -> ModelFlops | None:
+    """FLOPs of a transformers model, LoRA included; None for a family or a way of training that is not known.
+
+    The head is counted on every real token, as transformers' own forward computes it. LoRA is known beside linear maps
+    from the first layer on; the gradient of the first layer's input is counted as if it were needed, as it is under
+    activation checkpointing.
+
+    Args:
+        model: the model.
+        layers: indices of the decoder layers to count; None for all.
+    """
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "to_dict"):
+        return None
+    if all(parameter.requires_grad for parameter in model.parameters()):
+        return _with_its_head(model_flops(config.to_dict(), layers=layers), model)
+    if not _is_lora(model):
+        return None  # some weights are frozen, and which gradients that saves depends on where they are
+    parts = [model] if layers is None else [decoder_layers(model)[index] for index in layers]
+    adapted: Any = model
+    head = adapted.get_output_embeddings()
+    whole = {id(weight) for place in (head, adapted.get_input_embeddings()) for weight in _trained_whole(place)}
+    maps = [
+        weight
+        for part in parts
+        for name, weight in part.named_parameters()
+        # A vector (a norm, a bias, DoRA's magnitudes) is no product, and an embedding's rows are looked up.
+        if weight.requires_grad and weight.dim() > 1 and id(weight) not in whole and "lora_embedding_A" not in name
+    ]
+    found = model_flops(
+        config.to_dict(),
+        frozen=True,
+        head_trained=bool(_trained_whole(head)),
+        adapter_parameters=sum(weight.numel() for weight in maps),
+        layers=layers,
+    )
+    return _with_its_head(found, model)
+
+
+def _with_its_head(flops: ModelFlops | None, model: Any) -> ModelFlops | None:
+    """With the maps a model has in the place of the one to the vocabulary (a classifier, a reward model)."""
+    find = getattr(model, "get_output_embeddings", None)
+    if flops is None or find is None or find() is not None:
+        return flops
+    if getattr(model, "peft_config", None):
+        return replace(flops, head_per_token=0.0)  # what is trained of it counts as an adapter's map
+    inside = {id(weight) for weight in getattr(model, model.base_model_prefix, model).parameters()}
+    maps = [weight for weight in model.parameters() if weight.dim() > 1 and id(weight) not in inside]
+    return replace(flops, head_per_token=2.0 * sum(weight.numel() for weight in maps))
+
+
+def _is_lora(model: Any) -> bool:
+    """Whether what is trained are LoRA's maps beside linear ones, from the first layer on, so that backward runs
+    through all of the model. Adapters of experts' weights (`target_parameters`) are made anew for every step."""
+    adapters = getattr(model, "peft_config", None) or {}
+    of_linear_maps = all(
+        str(getattr(one.peft_type, "value", one.peft_type)) == "LORA" and not getattr(one, "target_parameters", None)
+        for one in adapters.values()
+    )
+    layers = decoder_layers(model)
+    if not adapters or not of_linear_maps or not layers:
+        return False
+    reached = (layers[0], model.get_input_embeddings())
+    return any(parameter.requires_grad for part in reached for parameter in part.parameters())
+
+
+def _trained_whole(place: Any) -> list[torch.nn.Parameter]:
+    """The trained copy of an embedding or head that stands in for it (peft's modules_to_save)."""
+    if place is None:
+        return []
+    named = place.named_parameters()
+    return [weight for name, weight in named if weight.requires_grad and weight.dim() > 1 and "lora_" not in name]
+
+
+def sliding_window(model: torch.nn.Module) -> int | None:
+    """The sliding window whose pairs FLOPs follow from; None for a model without one, or of an unknown family."""
+    flops = flops_of(model)
+    return None if flops is None else flops.window
+
+
+def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The layers that can be checkpointed, first layer first; FSDP's wrapper stands for the layer inside."""
+    found: list[torch.nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, (CheckpointWrapper, GradientCheckpointingLayer)) and id(module) not in inside:
+            found.append(module)
+            inside.update(map(id, module.modules()))
+    return found
+
+
+def is_checkpointed(layer: torch.nn.Module) -> bool:
+    """Whether a layer is checkpointed at its next forward pass (`memory.recompute` switches them one by one)."""
+    if isinstance(layer, CheckpointWrapper):
+        return "forward" not in layer.__dict__
+    return bool(layer.gradient_checkpointing)
+
+
+def recomputed_parts(layer: torch.nn.Module) -> frozenset[Part] | None:
+    """What checkpointing of a layer computes once more; None where a policy of one's own keeps some of it."""
+    # Both are functools.partial(checkpoint, **settings): torch's wrapper, and what transformers 5.23 sets
+    # (PreTrainedModel._set_gradient_checkpointing).
+    wrapped = isinstance(layer, CheckpointWrapper)
+    function: Any = getattr(layer, "checkpoint_fn" if wrapped else "_gradient_checkpointing_func", None)
+    settings = getattr(function, "keywords", None)
+    if settings is None or settings.get("context_fn") is not None:
+        return None
+    return REENTRANT_PARTS if settings.get("use_reentrant") else LAYER_PARTS
+
+
+def more_at_the_end(layer: torch.nn.Module, flops: ModelFlops | None) -> float:
+    """FLOPs a token that checkpointing computes again at a layer's end because of LoRA there, beyond `LAYER_PARTS`.
+
+    torch stops before the last operation that saves something. Without an adapter that is the down projection; with
+    one it is the adapter's own last map, which comes after the frozen projection and the adapter's first map: of the
+    adapter, counted whole among the parts, the last map alone is not made again.
+
+    Args:
+        layer: a checkpointed layer.
+        flops: its own.
+    """
+    if flops is None or not flops.feed_forward_output_per_token:
+        return 0.0
+    end = _last_map(layer)
+    if not hasattr(end, "base_layer"):
+        return 0.0
+    ups = [weight for name, weight in end.named_parameters() if "lora_B" in name and weight.requires_grad]
+    return flops.feed_forward_output_per_token - 2.0 * sum(weight.numel() for weight in ups) if ups else 0.0
+
+
+def _last_map(layer: torch.nn.Module) -> Any:
+    """A layer's last linear map, with the adapter around it: in order of definition, which ends with the output."""
+    last: Any = None
+    inside: set[int] = set()
+    for module in layer.modules():
+        if id(module) not in inside and (hasattr(module, "base_layer") or isinstance(module, torch.nn.Linear)):
+            inside.update(map(id, module.modules()))
+            last = module
+    return last
+
+
+def device_tensor_clock_mhz(args: TrainingArguments) -> float | None:
+    """SM clock at which this rank's device has its peak; None on a CPU and for a GPU that is not in the table."""
+    return None if args.device.type != "cuda" else tensor_clock_mhz(torch.cuda.get_device_name(args.device))
+
+
+def training_dtype(args: TrainingArguments, model: torch.nn.Module) -> str:
+    """The dtype matrix products run in, as a key of the peak table."""
+    if args.bf16:
+        return "bfloat16"
+    if args.fp16:
+        return "float16"
+    dtype = str(next(iter(model.parameters())).dtype).removeprefix("torch.")
+    if dtype == "float32" and torch.get_float32_matmul_precision() != "highest":
+        return "tf32"
+    return dtype
+
+
+def device_peak_tflops(args: TrainingArguments, model: torch.nn.Module) -> float | None:
+    """Dense peak of this rank's device; None on a CPU and for a GPU that is not in the table."""
+    if args.device.type != "cuda":
+        return None
+    return peak_tflops(torch.cuda.get_device_name(args.device), training_dtype(args, model))
+
+
+def missing_notices(args: TrainingArguments, *, attached: bool, inputs: FlopsInputs) -> tuple[str, ...]:
+    """One line for each thing that keeps a metric from being made or seen, with what to do about it."""
+    lines = []
+    if not args.report_to:
+        lines.append('speed metrics go to the console only; set report_to="wandb" (or another tracker)')
+    elif not attached:
+        lines.append(
+            f"speed metrics will not reach {', '.join(args.report_to)}: callbacks given to the Trainer run after its "
+            "trackers; use attach(trainer, ThroughputCallback())"
+        )
+    if args.n_gpu > 1:
+        lines.append(
+            f"one process drives {args.n_gpu} GPUs by DataParallel: no MFU, and only the first GPU's utilisation; "
+            f"start it with accelerate launch --num_processes {args.n_gpu}, which is faster as well"
+        )
+        return tuple(lines)
+    if args.device.type == "cuda" and inputs.peak_tflops is None:
+        name = torch.cuda.get_device_name(args.device)
+        lines.append(f"no MFU: the dense peak of {name!r} is not known; pass peak_tflops=")
+    if args.device.type == "cuda" and inputs.flops is None:
+        lines.append("no MFU: the FLOPs of this model are not known; pass flops=")
+    return tuple(lines)

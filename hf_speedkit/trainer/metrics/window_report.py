@@ -1,0 +1,100 @@
+"""What becomes of a window's metrics: the Trainer's log, the sinks, and a few sentences on the console."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from transformers import TrainerState, TrainingArguments
+
+from hf_speedkit.core.records import Severity, StepRecord
+from hf_speedkit.core.throughput import JobWindow
+from hf_speedkit.core.window_findings import window_findings
+from hf_speedkit.trainer.metrics.nonfinite import NonFinite, find_nonfinite
+from hf_speedkit.trainer.sinks import SinkGroup
+
+# Under the callback's name: that is what a reader can look up.
+logger = logging.getLogger("hf_speedkit.trainer.throughput_callback")
+
+
+class WindowReport:
+    """Reports the windows of a run.
+
+    Args:
+        sinks: get step records, and windows if they take them, on world rank 0.
+    """
+
+    def __init__(self, sinks: Iterable[Callable[[StepRecord], object]]) -> None:
+        self._sinks = SinkGroup(sinks)
+        self._said: set[str] = set()
+        self._speaks = True
+
+    def begin(self, state: TrainerState) -> None:
+        """A session begins."""
+        self._said = set()
+        self._speaks = state.is_world_process_zero
+        if self._speaks:
+            self._sinks.begin(state.global_step)
+
+    def end(self, records: tuple[StepRecord, ...]) -> None:
+        """Training is over; these are the steps after the last window."""
+        if self._speaks:
+            self._sinks.steps(records)
+            self._sinks.close()
+
+    def window(
+        self, records: tuple[StepRecord, ...], metrics: dict[str, float], logs: dict[str, Any], state: TrainerState
+    ) -> None:
+        """Put the metrics into the Trainer's log and the sinks, and say what follows from them."""
+        own = {key: value for key, value in logs.items() if isinstance(value, (int, float))}
+        logs.update(metrics)
+        # The Trainer has stored its copy of `logs` before callbacks ran: complete it, for trainer_state.json.
+        if state.log_history and state.log_history[-1].get("step") == state.global_step:
+            state.log_history[-1].update(metrics)
+        self._say_findings(metrics)
+        if self._speaks:
+            self._sinks.steps(records)
+            self._sinks.window(state.global_step, {**own, **metrics})
+
+    def nonfinite(
+        self,
+        window: JobWindow,
+        metrics: dict[str, float],
+        logs: dict[str, Any],
+        args: TrainingArguments,
+        state: TrainerState,
+    ) -> NonFinite | None:
+        """Count and name steps that are not finite, and keep the log from showing a loss that was not measured."""
+        found = find_nonfinite(window.everything, logs, state.global_step)
+        if found is None:
+            return None
+        metrics["speed/nonfinite_steps"] = found.steps
+        routine = args.fp16 and not found.losses  # the loss scaler skips a step whose scaled gradient overflows
+        if args.logging_nan_inf_filter and not routine:
+            # The Trainer's filter counts such a loss as 0, or as less than the mean of those before it in the window;
+            # what the others' mean was can no longer be told.
+            logs["loss"] = float("nan")
+            if state.log_history and "loss" in state.log_history[-1]:
+                state.log_history[-1]["loss"] = logs["loss"]
+        if self._speaks:
+            words = f"{found.sentence()}; fp16's loss scaler skips them" if routine else found.sentence()
+            logger.log(logging.INFO if routine else logging.WARNING, "%s", words)
+        return found
+
+    def warn_once(self, text: str) -> None:
+        """A sentence for the console, once a session and on world rank 0."""
+        self._once(text, logging.WARNING, text)
+
+    def _say_findings(self, metrics: Mapping[str, float]) -> None:
+        """What a window shows, each conclusion once a session; on the console, since trackers take numbers only."""
+        for finding in window_findings(metrics):
+            level = logging.INFO if finding.severity is Severity.NOTE else logging.WARNING
+            self._once(
+                finding.rule, level, f"{finding.message} ({'; '.join(finding.evidence)}) Advice: {finding.advice}"
+            )
+
+    def _once(self, key: str, level: int, text: str) -> None:
+        if self._speaks and key not in self._said:
+            self._said.add(key)
+            logger.log(level, "%s", text)

@@ -1,0 +1,218 @@
+"""What is recomputed is read off the model as it trains: which layers, how, and the head."""
+
+import copy
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification, Qwen3Model
+
+from hf_speedkit.core.flops import LAYER_PARTS, model_flops
+from hf_speedkit.core.records import TokenCounts
+from hf_speedkit.trainer.metrics.mfu_inputs import (
+    FlopsInputs,
+    RecomputedFlops,
+    decoder_layers,
+    flops_of,
+    is_checkpointed,
+    missing_notices,
+)
+
+TOKENS = 12
+COUNTS = TokenCounts(slots=TOKENS, real=TOKENS, target=5, documents=1, squared_lengths=TOKENS**2)
+
+
+def tiny():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = Qwen3Config(**sizes, vocab_size=50, num_key_value_heads=2, head_dim=16, pad_token_id=0)
+    config._attn_implementation = "eager"
+    return Qwen3ForCausalLM(config).train()
+
+
+def counted(model):
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.arange(TOKENS)[None], use_cache=False).logits.sum().backward()
+    return counter.get_total_flops()
+
+
+def formula_of(model):
+    return model_flops(model.config.to_dict(), causal=False)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_only_checkpointed_layers_are_computed_once_more(every, monkeypatch):
+    model = tiny()
+    model.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=every)
+    formula = formula_of(model)
+    again = RecomputedFlops(model, formula, None)
+    # Eager attention computes all L x L pairs, which the counter sees; the metric counts the causal half.
+    monkeypatch.setattr("hf_speedkit.trainer.metrics.mfu_inputs.model_flops", partial(model_flops, causal=False))
+    assert counted(model) == formula.training([TOKENS]) + again(COUNTS)
+
+
+def test_layers_that_are_switched_during_training_are_followed():
+    model = tiny()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    again = RecomputedFlops(model, formula_of(model), None)
+    all_layers = again(COUNTS)
+    for layer in decoder_layers(model)[:2]:
+        layer.gradient_checkpointing = False
+    assert again(COUNTS) == pytest.approx(all_layers / 2)
+    for layer in decoder_layers(model):
+        layer.gradient_checkpointing = False
+    assert again(COUNTS) == 0
+
+
+def test_fsdps_wrapper_counts_as_checkpointing():
+    model = tiny()
+    model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
+    assert [is_checkpointed(layer) for layer in decoder_layers(model)] == [False, True, False, False]
+    formula = formula_of(model)
+    assert RecomputedFlops(model, formula, None)(COUNTS) > 0
+
+
+def test_a_policy_of_ones_own_is_not_guessed_but_taken_at_its_word():
+    model = tiny()
+    keeps_products = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": keeps_products})
+    formula = formula_of(model)
+    assert RecomputedFlops(model, formula, None)(COUNTS) is None
+    told = RecomputedFlops(model, formula, {"attention"})
+    assert told(COUNTS) == flops_of(model).recomputed(COUNTS, {"attention"})
+    assert told(COUNTS) < formula.recomputed(COUNTS, LAYER_PARTS)
+
+
+def test_a_head_that_makes_its_product_again_is_counted_with_and_without_checkpointing():
+    model = tiny()
+    formula = replace(formula_of(model), head_on="target", head_again=True)
+    head = 2 * 32 * 50 * COUNTS.target
+    assert RecomputedFlops(model, formula, None)(COUNTS) == head
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    assert RecomputedFlops(model, formula, None)(COUNTS) == head + flops_of(model).recomputed(COUNTS, LAYER_PARTS)
+
+
+@pytest.mark.parametrize("kind", [Qwen3ForSequenceClassification, Qwen3Model])
+def test_a_head_that_is_not_the_vocabularys_is_counted_as_it_is(kind, monkeypatch):
+    monkeypatch.setattr("hf_speedkit.trainer.metrics.mfu_inputs.model_flops", partial(model_flops, causal=False))
+    model = kind(tiny().config)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.arange(TOKENS)[None], use_cache=False)[0].sum().backward()
+    assert counter.get_total_flops() == flops_of(model).training([TOKENS])
+
+
+class Adapter(torch.nn.Module):
+    """Stands for peft's LoRA beside a frozen linear map or embedding."""
+
+    def __init__(self, base, rank=2):
+        super().__init__()
+        self.base_layer = base
+        if isinstance(base, torch.nn.Embedding):
+            self.lora_embedding_A = torch.nn.Parameter(torch.randn(base.num_embeddings, rank))
+            self.lora_embedding_B = torch.nn.Parameter(torch.randn(rank, base.embedding_dim))
+        else:
+            self.lora_A = torch.nn.Linear(base.in_features, rank, bias=False)
+            self.lora_B = torch.nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x):
+        if isinstance(self.base_layer, torch.nn.Embedding):
+            return self.base_layer(x) + self.lora_embedding_A[x] @ self.lora_embedding_B
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+class Saved(torch.nn.Module):
+    """Stands for peft's modules_to_save: a trained copy in the place of the frozen original."""
+
+    def __init__(self, original):
+        super().__init__()
+        self.original_module = original
+        self.modules_to_save = copy.deepcopy(original).requires_grad_(True)
+
+    def forward(self, x):
+        return self.modules_to_save(x)
+
+
+def lora(*also, kind="LORA", layers=range(4), **more):
+    model = tiny().requires_grad_(False)
+    for index in layers:
+        attention = model.model.layers[index].self_attn
+        attention.q_proj, attention.v_proj = Adapter(attention.q_proj), Adapter(attention.v_proj)
+        for name in ("gate_proj", "down_proj"):
+            if name in also:
+                setattr(model.model.layers[index].mlp, name, Adapter(getattr(model.model.layers[index].mlp, name)))
+    if "head" in also:
+        model.lm_head = Saved(model.lm_head)
+    if "embedding" in also:
+        model.model.embed_tokens = Saved(model.model.embed_tokens)
+    if "adapter of the embedding" in also:
+        model.model.embed_tokens = Adapter(model.model.embed_tokens)
+    if "norms" in also:
+        model.model.norm.weight.requires_grad_(True)
+    if "embedding" not in also:
+        model.enable_input_require_grads()  # as the Trainer does under activation checkpointing
+    model.peft_config = {"default": SimpleNamespace(peft_type=kind, **more)}
+    return model
+
+
+@pytest.mark.parametrize(
+    "also", [(), ("head",), ("embedding",), ("head", "embedding"), ("adapter of the embedding",), ("norms",)]
+)
+def test_what_lora_trains_besides_its_maps_costs_what_the_counter_sees(also, monkeypatch):
+    monkeypatch.setattr("hf_speedkit.trainer.metrics.mfu_inputs.model_flops", partial(model_flops, causal=False))
+    model = lora(*also)
+    assert counted(model) == flops_of(model).training([TOKENS])
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: lora(kind="PROMPT_TUNING"),
+        lambda: lora(kind="LOHA"),
+        lambda: lora(target_parameters=["mlp.experts.gate_up_proj"]),
+        lambda: lora(layers=[3]),  # backward ends there
+        lambda: tiny().requires_grad_(False),
+    ],
+    ids=["prompts", "another product", "weights of experts", "last layer only", "all frozen"],
+)
+def test_ways_of_training_that_the_formula_does_not_know_have_no_flops(model):
+    assert flops_of(model()) is None
+
+
+def test_only_the_adapters_of_checkpointed_layers_are_counted():
+    model = lora("head")
+    one_layer = 2 * (32 * 2 + 2 * 64) + 2 * (32 * 2 + 2 * 32)  # of query and value
+    assert flops_of(model).adapter_per_token == 4 * one_layer
+    assert flops_of(model, layers=[0, 2]).adapter_per_token == 2 * one_layer
+
+
+@pytest.mark.parametrize("also", [(), ("gate_proj",), ("down_proj",), ("gate_proj", "down_proj")], ids="+".join)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recompute_beside_lora_is_what_the_counter_sees(also, reentrant, monkeypatch):
+    monkeypatch.setattr("hf_speedkit.trainer.metrics.mfu_inputs.model_flops", partial(model_flops, causal=False))
+    model = lora(*also)
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    flops = flops_of(model)
+    assert counted(model) == flops.training([TOKENS]) + RecomputedFlops(model, flops, None)(COUNTS)
+
+
+def test_lora_on_the_down_projection_has_it_computed_again_but_not_the_adapters_last_map():
+    def again(*also):
+        model = lora(*also)
+        model.activation_checkpointing_enable({"use_reentrant": False})
+        return RecomputedFlops(model, flops_of(model), None)(COUNTS)
+
+    down, first = 2 * 24 * 32, 2 * 24 * 2  # multiply-adds of a token: 24 inputs, 32 outputs, rank 2
+    assert again("down_proj") - again() == 4 * TOKENS * (down + first)
+
+
+def test_several_gpus_in_one_process_have_no_mfu_and_are_told_how_to_start():
+    args = SimpleNamespace(n_gpu=2, report_to=["wandb"], device=torch.device("cpu"))
+    found = FlopsInputs().completed(args, tiny())
+    assert found == FlopsInputs()  # FLOPs of all devices over one device's peak would be twice too much
+    (line,) = missing_notices(args, attached=True, inputs=found)
+    assert "accelerate launch --num_processes 2" in line

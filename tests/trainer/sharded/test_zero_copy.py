@@ -1,0 +1,115 @@
+"""FSDP2 without its copies: the numbers of torch's own, in every way of sharding, and fewer copies."""
+
+import inspect
+import json
+import re
+import socket
+
+import pytest
+import torch
+from rank_processes import start_ranks
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as torchs
+from zero_copy_run import STEPS, VARIANTS, rank_main
+
+from hf_speedkit.trainer.sharded import zero_copy
+from hf_speedkit.trainer.sharded.gradient_memory import ReduceScatterInOneMemory
+
+two = pytest.mark.two_process
+
+# what stays with torch's own code, and why
+GATHERED_BY_TORCH = {"second dimension", "on the host", "hybrid"}
+REDUCED_BY_TORCH = {
+    *GATHERED_BY_TORCH,
+    "uneven",  # gradients of a dimension that the ranks do not divide are padded
+    "mixed precision",  # summed in another precision
+    "fp16",  # divided before the sum
+    "hooked",  # hooks get what torch's code hands them
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("zero_copy")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    start_ranks(rank_main, port, str(folder))
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@two
+@pytest.mark.parametrize("name", VARIANTS)
+def test_without_copies_training_gives_the_numbers_of_torchs_own_bit_for_bit(ranks, name):
+    for said in ranks:
+        copied, direct = said[name]["copied"], said[name]["direct"]
+        assert direct["losses"] == copied["losses"]
+        assert direct["weights"] == copied["weights"]
+        assert direct["hooks"] == copied["hooks"]
+        assert (copied["gathers"], copied["reductions"]) == (0, 0)
+        assert len(set(copied["losses"])) >= STEPS, "it trained"
+
+
+@two
+@pytest.mark.parametrize("name", VARIANTS)
+def test_only_what_needs_a_copy_is_copied(ranks, name):
+    for said in ranks:
+        copied, direct = said[name]["copied"], said[name]["direct"]
+        assert bool(direct["gathers"]) is (name not in GATHERED_BY_TORCH)
+        assert bool(direct["copies out"]) is (name in GATHERED_BY_TORCH - {"hybrid"})
+        assert bool(direct["copies in"]) is (name in REDUCED_BY_TORCH)
+        assert direct["reductions"] + direct["copies in"] == copied["copies in"]
+
+
+@two
+@pytest.mark.parametrize("name", ["broken gathers", "broken sums"])
+def test_a_backend_that_does_it_wrong_on_one_rank_is_found_out_and_all_ranks_copy(ranks, name):
+    for said in ranks:
+        assert (said[name]["gathers"], said[name]["reductions"]) == (0, 0)
+        assert said[name]["weights"] == said["as it is"]["copied"]["weights"]
+
+
+def test_results_begin_where_sixteen_bytes_can_be_moved_at_once():
+    class Param:
+        def __init__(self, *size):
+            self.sharded_size = torch.Size(size)
+
+    memory = ReduceScatterInOneMemory(torch.device("cpu"))
+    rooms = zero_copy._rooms(
+        [Param(6), Param(5, 3), Param(4)], zero_copy.ZeroCopyReduceScatter(memory), torch.bfloat16, torch.device("cpu")
+    )
+    assert [tuple(room.shape) for room in rooms] == [(6,), (5, 3), (4,)]
+    assert [(room.data_ptr() - rooms[0].data_ptr()) % 128 for room in rooms] == [0, 0, 0]
+    assert all(room.is_contiguous() for room in rooms)
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "message"),
+    [
+        ("foreach_all_gather", lambda fsdp_params, group: None, "foreach_all_gather of torch .* takes other arguments"),
+        ("foreach_reduce", "one result fewer", "foreach_reduce of torch .* gives other results"),
+        ("foreach_all_gather_copy_out", None, "gathers in another way"),
+    ],
+)
+def test_a_torch_that_gathers_in_another_way_is_left_alone(monkeypatch, name, other, message):
+    assert zero_copy.obstacle() is None
+    if other is None:
+        monkeypatch.delattr(torchs, name)
+    elif callable(other):
+        monkeypatch.setattr(torchs, name, other)
+    else:
+
+        def reduce(*_):
+            return ()
+
+        reduce.__signature__ = inspect.signature(torchs.foreach_reduce).replace(return_annotation=tuple[int, int])
+        monkeypatch.setattr(torchs, name, reduce)
+    assert re.search(message, zero_copy.obstacle())
+
+
+def test_torchs_functions_are_back_when_training_ends_also_by_an_error():
+    names = ("foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce")
+    before = [getattr(torchs, name) for name in names]
+    with pytest.raises(RuntimeError, match="in training"), zero_copy.zero_copy():
+        assert [getattr(torchs, name) for name in names] != before
+        raise RuntimeError("in training")
+    assert [getattr(torchs, name) for name in names] == before
