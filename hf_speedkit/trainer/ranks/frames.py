@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from types import FrameType
 
+# torch's own collectives, and those of ours that wait (gloo's host does) without a line of torch's around the call.
+_COLLECTIVES = ("/torch/distributed/", "/hf_speedkit/trainer/sharded/zero_copy.py")
+
 
 def describe_frame(frame: FrameType | None) -> tuple[str, bool]:
     """Where a thread is: its innermost line and, where that is a library's, the innermost one that is not.
@@ -13,11 +16,12 @@ def describe_frame(frame: FrameType | None) -> tuple[str, bool]:
 
     Returns:
         For example "torch/distributed/distributed_c10d.py:2901 all_reduce, called at run/train.py:12 main", and whether
-        the innermost line is one of torch.distributed.
+        the innermost line is that of a collective.
     """
     if frame is None:
         return "an unknown line", False
-    waits = "/torch/distributed/" in frame.f_code.co_filename.replace("\\", "/")
+    path = frame.f_code.co_filename.replace("\\", "/")
+    waits = any(part in path for part in _COLLECTIVES)
     own: FrameType | None = frame
     while own is not None and _of_a_library(own):
         own = own.f_back
