@@ -8,7 +8,7 @@ import os
 import signal
 from pathlib import Path
 
-from support import tiny_hybrid, tiny_tokenizer, tokenized
+from support import tiny_hybrid, tiny_llama, tiny_tokenizer, tokenized
 from transformers import TrainerCallback
 
 from hf_speedkit.core.errors import CheckpointError
@@ -167,3 +167,12 @@ def rank_main(rank, port, path, scenario):
         killed(rank, path / "killed")
     # Torch's teardown can deadlock here: the reducer's destructor joins a gloo thread that waits for the GIL.
     os._exit(0)
+
+
+def small(path, **changes):
+    """A trainer of four steps that saves two checkpoints."""
+    return build(path, **{"model": tiny_llama(), "max_steps": 4, "save_steps": 2, **changes})
+
+
+def names(path):
+    return sorted(entry.name for entry in path.iterdir() if entry.name.startswith(("checkpoint", "_")))

@@ -1,0 +1,179 @@
+"""Masks: what would train on nothing, on everything, or on tokens that nobody meant."""
+
+import logging
+
+import pytest
+from chat_rows import (
+    BOILERPLATE,
+    MARKED,
+    PLAIN,
+    chat,
+    chats,
+    completions,
+    tokenizer_with,
+    trainer_for,
+)
+from datasets import Dataset, IterableDataset
+from support import tiny_llama
+from tokenizers.processors import TemplateProcessing
+
+from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
+from hf_speedkit.core.errors import DatasetError
+
+
+def test_v82_a_template_without_markers_does_not_train_on_everything_or_nothing(tmp_path):
+    with pytest.raises((ValueError, RuntimeError), match=r"generation|assistant tokens|chat template"):
+        trainer_for(tmp_path, chats(), PLAIN, assistant_only_loss=True)
+
+
+def test_v82_a_template_with_markers_trains_on_the_answers(tmp_path):
+    trainer = trainer_for(tmp_path, chats(), MARKED, assistant_only_loss=True)
+    share = trainer._reports["train"].target_share
+    assert 0.2 < share < 0.6
+    trainer.train()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_v82_a_mask_that_masks_nothing_is_refused(tmp_path, streaming):
+    everything = MARKED.replace("m.role == 'assistant'", "true").replace("{{ m.role + ': ' }}", "")
+    dataset = chats()
+    if streaming:
+        dataset = dataset.to_iterable_dataset()
+    with pytest.raises(DatasetError, match="100 % of the train dataset's tokens are targets"):
+        trainer_for(tmp_path, dataset, everything, assistant_only_loss=True, template_check="off")
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+def test_v82_prompts_of_one_token_are_a_mask_and_prompts_of_none_are_not(tmp_path, packing, streaming):
+    def dataset(prompt):
+        rows = Dataset.from_list([{"prompt": prompt, "completion": " w4 w5"}] * 3)
+        return rows.to_iterable_dataset() if streaming else rows
+
+    changes = {"packing": packing, "max_length": 64, "max_steps": 1}
+    trainer_for(tmp_path / "one", dataset("w3"), PLAIN, **changes)
+    with pytest.raises(DatasetError, match="100 % of the train dataset's tokens are targets"):
+        trainer_for(tmp_path / "none", dataset(""), PLAIN, **changes)
+
+
+@pytest.mark.parametrize(
+    ("streaming", "max_length", "message"),
+    [
+        (False, 4, "0 of 6 documents of the train dataset have targets"),
+        (False, None, "0 of 6 documents have targets"),
+        (True, 4, "no document with targets"),
+    ],
+)
+def test_v31_answers_behind_the_cut_stop_a_padded_run_too(tmp_path, streaming, max_length, message):
+    """TRL drops such documents without a word, and an empty dataset fails in torch's sampler."""
+    answers_from = 9 if max_length is None else 5
+    rows = [{"input_ids": [3] * 8, "labels": [-100] * min(8, answers_from) + [3] * (8 - answers_from)}] * 6
+    dataset = Dataset.from_list(rows)
+    if streaming:
+        dataset = dataset.to_iterable_dataset()
+    with pytest.raises(DatasetError, match=message):
+        trainer_for(tmp_path, dataset, PLAIN, packing=False, max_length=max_length, max_steps=1)
+
+
+def test_v31_padded_documents_without_targets_are_counted(tmp_path, caplog):
+    rows = [{"input_ids": [3] * 8, "labels": [-100] * 5 + [3] * 3}, {"input_ids": [3] * 4, "labels": [-100, 3, 3, 3]}]
+    trainer_for(tmp_path, Dataset.from_list(rows), PLAIN, packing=False, max_length=4)
+    assert "75.0% of tokens are targets. 1 of 2 have none." in caplog.text
+
+
+def test_every_token_may_be_a_target_where_no_mask_was_asked_for(tmp_path):
+    trainer = trainer_for(tmp_path, chats(), PLAIN)
+    assert trainer._reports["train"].target_tokens == trainer._reports["train"].real_tokens - 3
+
+
+def test_completion_only_targets_survive_packing(tmp_path):
+    trainer = trainer_for(tmp_path, completions(), PLAIN)
+    report = trainer._reports["train"]
+    assert (report.documents, report.target_tokens) == (5, 5 * 2)  # "ok" and the end
+    trainer.train()
+    assert trainer.throughput.run_totals().session.target == 10
+
+
+def test_a_token_that_text_and_tokenizer_both_write_is_named(tmp_path, caplog):
+    tokenizer = tokenizer_with(PLAIN)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<unk> $A", special_tokens=[("<unk>", 2)])
+    tokenizer.bos_token = "<unk>"
+    args = SpeedSFTConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, tokens_per_batch=64, report_to="none",
+        exclude_generation_prompt=True,
+    )  # fmt: skip
+    rows = Dataset.from_dict({"text": ["<unk> w1 w2"] * 2})
+    SpeedSFTTrainer(tiny_llama(), args, train_dataset=rows, processing_class=tokenizer)
+    assert "2 of 2 begin with '<unk>' twice" in caplog.text
+    assert "exclude_generation_prompt does nothing to the train dataset" in caplog.text
+
+
+def test_v82_a_stream_whose_first_documents_have_no_targets_is_refused_without_reading_it_all(tmp_path):
+    read = []
+
+    def rows():
+        for _ in range(10**6):
+            read.append(1)
+            yield {"input_ids": [3, 4, 5], "labels": [-100] * 3}
+
+    with pytest.raises(DatasetError, match="no document with targets among the first 10,000"):
+        trainer_for(tmp_path, IterableDataset.from_generator(rows), PLAIN)
+    assert len(read) < 11_000
+
+
+@pytest.mark.parametrize(("exclude", "targets"), [(False, 3 + 1), (True, 1 + 1)])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_v85_tokens_that_the_prompt_supplies_are_no_targets_on_request(tmp_path, caplog, exclude, targets, streaming):
+    dataset = Dataset.from_list([{"messages": chat("w1", "ok", "w2 w3", "ok")}] * 2)
+    with caplog.at_level(logging.INFO, logger="hf_speedkit"):
+        trainer = trainer_for(
+            tmp_path, dataset.to_iterable_dataset() if streaming else dataset, BOILERPLATE, assistant_only_loss=True,
+            exclude_generation_prompt=exclude,
+        )  # fmt: skip
+    if streaming:
+        report = trainer.train_dataset.sample(10)[1]
+    else:
+        report = trainer._reports["train"]
+        assert ("8 tokens of generation prompts are no targets" in caplog.text) is exclude
+    assert report.target_tokens == 2 * 2 * targets
+
+
+@pytest.mark.filterwarnings("ignore:`return_outputs=True`:FutureWarning")
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+def test_v82_an_evaluation_set_is_masked_by_what_it_holds_and_not_by_the_training_data(tmp_path, packing):
+    """TRL takes the training data's format for all; predictions are made of any set that can be evaluated."""
+    trainer = trainer_for(tmp_path, Dataset.from_dict({"text": ["w1 w2 w3"]}), PLAIN, packing=packing, max_length=64)
+    scored = {}
+    for name, rows in {"pairs": completions(2), "text": Dataset.from_dict({"text": ["w1 w2"]})}.items():
+        scored[name] = trainer.predict(rows)
+        assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(scored[name].metrics["test_loss"])
+    targets = {name: int((found.label_ids != -100).sum()) for name, found in scored.items()}
+    assert targets == {"pairs": 2 * 2, "text": 2 if packing else 3}  # a collator of TRL's masks no first token
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_conversations_without_an_answer_are_left_out_and_not_the_end_of_the_run(tmp_path, caplog, streaming):
+    rows = [*chats(2).to_list(), {"messages": chat("w1")}]
+    dataset = Dataset.from_list(rows).to_iterable_dataset() if streaming else Dataset.from_list(rows)
+    trainer = trainer_for(tmp_path, dataset, MARKED, assistant_only_loss=True)
+    found = trainer.train_dataset.sample(9)[0] if streaming else trainer.train_dataset
+    assert len(found) == 2
+    assert ("1 of 3 conversations have no answer" in caplog.text) is not streaming
+
+
+def test_v17_what_a_padded_run_cuts_is_counted(tmp_path, caplog):
+    texts = Dataset.from_dict({"text": ["w1 w2 w3 w4 w5 w6", "w1"]})
+    trainer = trainer_for(tmp_path, texts, PLAIN, packing=False, max_length=4)
+    assert "1 of 2 are longer than max_length=4 and cut there; 3 of 9 tokens (33.3%) are lost" in caplog.text
+    assert list(map(len, trainer.train_dataset["input_ids"])) == [4, 2]
+
+
+def test_documents_that_were_prepared_by_the_user_are_checked_all_the_same(tmp_path):
+    rows = [{"input_ids": [3, 4, 5], "labels": [-100] * 3}, {"input_ids": [3, 4, 5], "labels": [-100, 4, 5]}]
+    trainer = trainer_for(tmp_path, Dataset.from_list(rows), PLAIN, dataset_kwargs={"skip_prepare_dataset": True})
+    assert trainer.summary().documents.targetless_documents == 1
+    with pytest.raises(DatasetError, match="no eos_token"):
+        tokenizer = tokenizer_with(PLAIN)
+        tokenizer.eos_token = None
+        trainer._tokenizer = tokenizer
+        trainer.evaluate(Dataset.from_dict({"text": ["w1"]}))
