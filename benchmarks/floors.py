@@ -106,6 +106,8 @@ def compared(trace: Path, result: BenchResult, given: argparse.Namespace) -> dic
         trained=given.trained or result.parameters,
     )
     least, link = floors(job), given.link_gb_s * 1e9
+    if "FSDP copy" not in found.groups:  # trainer/sharded/zero_copy.py: what is not done has no floor
+        least.pop("FSDP copy", None)
     rows = [_row(group, found, least.get(group, NO_FLOOR), link) for group in sorted({*found.groups, *least})]
     rows.append(_line("idle", found.idle_ns, found.idle_ns, NO_FLOOR, 0.0, found.step_ns))
     return {
@@ -118,6 +120,7 @@ def compared(trace: Path, result: BenchResult, given: argparse.Namespace) -> dic
         "trained_parameters": job.trained,
         "layers": config["num_hidden_layers"],
         "checkpointed_layers": job.checkpointed,
+        "layers_with_products": given.with_products,
         **{key: value for key, value in to_dict(step).items() if value is not None},
         "ceilings": {
             "gemm_flops_per_s": formulas.GEMM_FLOPS_PER_S,
@@ -175,12 +178,18 @@ def markdown(found: Mapping[str, Any]) -> str:
     foot = (
         f"`{found['workload']}`, {found['name']}, step {found['step']}: {found['step_ms']:,.1f} ms on the device of "
         f"one of {found['world_size']} ranks, {found['checkpointed_layers']} of {found['layers']} layers checkpointed, "
-        f"{found['tokens']['real']:,} real tokens. All floors but communication's together: {floor_ms:,.1f} ms. "
+        f"{_with_products(found)}{found['tokens']['real']:,} real tokens. "
+        f"All floors but communication's together: {floor_ms:,.1f} ms. "
         f"Ceilings: {gemm:,.0f} TFLOP/s, {memory:.1f} TB/s, "
         f"link {ceilings['link_bytes_per_s'] / 1e9:,.0f} GB/s one way ({ceilings['sources']})."
     )
     whys = [f"- {row['group']}: {row['formula']}" for row in found["rows"] if "formula" in row]
     return "\n".join([*(f"| {line} |" for line in lines), "", foot, "", *whys]) + "\n"
+
+
+def _with_products(found: Mapping[str, Any]) -> str:
+    kept = found.get("layers_with_products")
+    return f"the products of {kept} kept, " if kept else ""
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
@@ -200,6 +209,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--geometry", help="of geometry.py, where neither settings nor the workload's name say it")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--checkpointed", type=int, help="layers, instead of what the recomputed FLOPs say")
+    parser.add_argument("--with-products", type=int, default=0, help="of how many of them products are kept")
     parser.add_argument("--trained", type=int, help="trained parameters, where not all are")
     parser.add_argument("--link-gb-s", type=float, default=formulas.LINK_BYTES_PER_S / 1e9, help="of one GPU, one way")
     given = parser.parse_args(argv)

@@ -152,7 +152,10 @@ class _State:
         self.gradients = model.trained * setting.trained_bytes / self.shards * (2 if self._copies else 1)
         count = len(model.layers)
         steps = [
-            model.hidden if job.checkpointed(index, count) else layer.saved for index, layer in enumerate(model.layers)
+            (model.hidden + (layer.products if job.keeps_products(index, count) else 0))
+            if job.checkpointed(index, count)
+            else layer.saved
+            for index, layer in enumerate(model.layers)
         ]
         self.kept_before = [model.hidden, *(model.hidden + size for size in accumulate(steps))]
 

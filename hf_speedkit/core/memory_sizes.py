@@ -24,6 +24,8 @@ class LayerMemory:
         work: bytes at the highest point of its backward over what was there before it began and its checkpoint: the
             recomputed tensors, the gradient that comes in, the gradients of its own weights, and what its kernels need.
         cast: bytes of lower-precision copies of its weights that autocast keeps until the forward pass ends.
+        products: bytes of the outputs of its linear maps but the last, which is not computed again: what it keeps with
+            `MemoryJob.with_products`.
         packable: how many of its weights bitsandbytes would pack: those of linear maps, not experts in one tensor;
             None means all.
     """
@@ -34,6 +36,7 @@ class LayerMemory:
     saved: int
     work: int
     cast: int = 0
+    products: int = 0
     packable: int | None = None
 
 
@@ -131,6 +134,7 @@ class MemoryJob:
         fsdp: weights, gradients and moments are shared out over the GPUs; False copies them to each (DDP).
         shards: over how many GPUs; None means all (hybrid sharding: those of one host).
         unchecked: how many layers keep their activations, the last ones first; the others are checkpointed.
+        with_products: how many of the layers before those keep the outputs of their matrix products.
         every_n_layers: instead, transformers' setting: every n-th layer is checkpointed, the first included.
         reshard: FSDP frees a layer's gathered weights after its forward.
         accumulation: micro-batches of an optimizer step.
@@ -143,6 +147,7 @@ class MemoryJob:
     fsdp: bool = True
     shards: int | None = None
     unchecked: int = 0
+    with_products: int = 0
     every_n_layers: int = 1
     reshard: bool = True
     accumulation: int = 1
@@ -153,3 +158,7 @@ class MemoryJob:
     def checkpointed(self, layer: int, layers: int) -> bool:
         """Whether a layer keeps its input only."""
         return layer < layers - self.unchecked and layer % self.every_n_layers == 0
+
+    def keeps_products(self, layer: int, layers: int) -> bool:
+        """Whether a checkpointed layer keeps the outputs of its products too."""
+        return self.checkpointed(layer, layers) and layer >= layers - self.unchecked - self.with_products

@@ -227,6 +227,9 @@ def _trace_layer(layer: Any, call: tuple[Any, Any], name: str, own: int, setting
     size = output.numel() * output.element_size()
     trained = sum(p.numel() for p in layer.parameters() if p.requires_grad)
     cast = sum(p.numel() * 2 for p in layer.parameters() if p.ndim == 2) if settings.fp32_weights else 0
+    maps = [
+        module.out_features for module in layer.modules() if type(module) is torch.nn.Linear and module.bias is None
+    ]
     # The output belongs to the next layer, whose backward is over by then: it is not there when the peak comes.
     return LayerMemory(
         kind=name,
@@ -235,6 +238,7 @@ def _trace_layer(layer: Any, call: tuple[Any, Any], name: str, own: int, setting
         saved=saved,
         work=highest - size,
         cast=cast,
+        products=sum(maps[:-1]) * (size // output.shape[-1]),
         packable=packable,
     )
 

@@ -69,8 +69,9 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
             rows on a GPU; all of them elsewhere), "all", or a number.
         activation_checkpointing_keep: "products" keeps the outputs of matrix products of checkpointed layers, of as
             many layers as memory allows (with activation_checkpointing_layers="auto"; of all otherwise), so that only
-            what lies between the products is computed again; "nothing" keeps nothing. Under autocast and with reentrant
-            checkpointing it changes nothing.
+            what lies between the products is computed again; "nothing" keeps nothing; "auto" is "products" where
+            memory is measured, and "nothing" elsewhere. Under autocast and with reentrant checkpointing it changes
+            nothing.
         activation_offloading_layers: how many of the checkpointed layers keep their activations in host memory
             instead of computing them twice: "none", a number, or "auto", which tries as many as copies have time for
             beside the computation, where layers are still checkpointed on a GPU, and goes back if a step did not get
@@ -171,10 +172,10 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         default="auto", metadata={"help": "Layers to checkpoint: auto (as few as memory asks for), all, or a number."}
     )
     activation_checkpointing_keep: str = field(
-        default="nothing",
+        default="auto",
         metadata={
-            "help": "What checkpointed layers keep: nothing, or the outputs of their products as memory allows.",
-            "choices": ["nothing", "products"],
+            "help": "What checkpointed layers keep: nothing, or the outputs of their products as memory allows (auto).",
+            "choices": ["auto", "nothing", "products"],
         },
     )
     activation_offloading_layers: str = field(

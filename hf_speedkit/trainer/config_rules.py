@@ -77,7 +77,7 @@ def check_choices(config: Any) -> None:
         ("kernel_assertion", ASSERTIONS),
         ("packed_attention", ("auto", "keep")),
         ("loss_head", ("auto", "trl")),
-        ("activation_checkpointing_keep", ("nothing", "products")),
+        ("activation_checkpointing_keep", ("auto", "nothing", "products")),
         ("checkpoint_verification", VERIFICATIONS),
         ("export_dtype", EXPORTS),
         ("nonfinite", ("strict", "warn")),

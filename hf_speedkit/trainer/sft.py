@@ -160,7 +160,7 @@ class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
         self.recompute = RecomputeChoice(
             args.activation_checkpointing_layers,
             packed=self.packing_active,
-            products=args.activation_checkpointing_keep == "products",
+            keep=args.activation_checkpointing_keep,
         )
         self.add_callback(self.recompute)
         self.offloading = OffloadChoice(args.activation_offloading_layers, self.recompute)

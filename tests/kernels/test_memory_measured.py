@@ -65,22 +65,26 @@ def test_the_plan_is_within_ten_percent_of_the_measured_peak(file, fused, traced
 
 
 @pytest.mark.parametrize(
-    ("file", "floors"),
+    ("file", "floors", "zero_copy"),
     [
-        ("steps/2026-11-29_2xh200_27b-64_speedkit.json", "2026-11-29_2xh200_27b_floors.json"),
-        ("ladder/27b-64_speedkit_rep1.json", "2026-11-30_2xh200_27b_floors.json"),
+        ("steps/2026-11-29_2xh200_27b-64_speedkit.json", "2026-11-29_2xh200_27b_floors.json", False),
+        ("steps/2026-11-30_2xh200_27b-64_speedkit.json", "2026-11-30_2xh200_27b_floors.json", False),
+        ("ladder/27b-64_speedkit_rep1.json", "2026-11-30_2xh200_27b_products_floors.json", True),
     ],
 )
-def test_the_plan_of_the_whole_27b_is_within_ten_percent_where_some_layers_keep_their_activations(traced, file, floors):
+def test_the_plan_of_the_whole_27b_is_within_ten_percent_where_some_layers_keep_their_activations(
+    traced, file, floors, zero_copy
+):
     run = json.loads((RESULTS / file).read_text())
     floors = json.loads((RESULTS / floors).read_text())
     eight = traced(8, True)
     model = replace(eight, layers=eight.layers * 8)
     assert model.parameters == run["parameters"]
     unchecked = len(model.layers) - floors["checkpointed_layers"]
-    zero_copy = run["settings"].get("fsdp_zero_copy", False)  # there since 2026-11-30
-    plan = plan_memory(model, PURE_BF16, MemoryJob(gpus=run["world_size"], unchecked=unchecked, zero_copy=zero_copy))
-    assert 0 < unchecked < len(model.layers)
+    products = floors.get("layers_with_products", 0)
+    job = MemoryJob(gpus=run["world_size"], unchecked=unchecked, with_products=products, zero_copy=zero_copy)
+    plan = plan_memory(model, PURE_BF16, job)
+    assert 0 < unchecked + products < len(model.layers)
     assert plan.allocated / GIB == pytest.approx(run["peak_memory_gib"], rel=SHARE)
     assert f"| {plan.allocated / GIB:.2f} | {run['peak_memory_gib']:.2f} | `{file}` |" in DOCUMENT.read_text()
 

@@ -2,8 +2,9 @@
 
 Of what a layer computes twice under activation checkpointing, its products take most of the time and little of the
 memory: an output of 1 GiB in bf16 costs `in_features` x 1.1 GFLOP, by estimate 8 ms on an H200 at 5,120, and all that a
-layer would keep without checkpointing 5.4 ms a GiB (benchmarks/NOTES.md; not measured). Norms, activations and
-attention are computed again. The numbers are the same: what is kept is what would be computed.
+layer would keep without checkpointing 5.4 ms a GiB. A step of a 27B on two H200 takes 5 % less time with the products
+of 45 layers than with 22 layers left alone (benchmarks/NOTES.md). Norms, activations and attention are computed again.
+The numbers are the same: what is kept is what would be computed.
 
 TRL's selective checkpointing keeps the outputs of sdpa and flash-attn operations (trl 1.16). torch's own
 (`create_selective_checkpoint_contexts`) looks at every operation from Python; here a few modules are looked at.

@@ -88,7 +88,8 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
         layers: "auto" (on a GPU, with packing), "all", or how many, counted from the first layer. The last layers are
             the ones left alone: the backward pass frees theirs first.
         packed: rows have one shape, so that what was measured stays true.
-        products: layers that stay checkpointed keep the outputs of their matrix products, as many as memory allows.
+        keep: "products": layers that stay checkpointed keep the outputs of their matrix products, as many as memory
+            allows, and all of them where it is not measured; "auto": only where it is; "nothing".
         memory: gives a device's counters, or None where it has none.
     """
 
@@ -97,7 +98,7 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
         layers: int | str,
         *,
         packed: bool,
-        products: bool = False,
+        keep: str = "nothing",
         memory: Callable[[torch.device], DeviceMemory | None] = device_memory,
     ) -> None:
         self.layers = int(layers) if str(layers).isdecimal() else layers
@@ -107,7 +108,7 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
         self.spare_bytes = 0
         self.offloaded: frozenset[int] = frozenset()
         self.with_products = 0
-        self._packed, self._products = packed, products
+        self._packed, self._keep, self._products = packed, keep, False
         self._memory_of = memory
         self._memory: DeviceMemory | None = None
         self._candidates: list[_Layer] = []
@@ -123,11 +124,12 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
         self.offloaded, self.with_products = frozenset(), 0
         self._step = 0
         one_device = args.n_gpu <= 1  # a replica of DataParallel's would run the forward of the first GPU's layer
+        measures = self.layers == AUTO and self._packed and self._candidates and one_device
+        self._memory = self._memory_of(args.device) if measures else None
+        self._products = self._keep == "products" or (self._keep == AUTO and self._memory is not None)
         for layer in self._candidates if self._products and one_device else ():
             layer.products = KeptProducts(layer.module)
             layer.products.watch()
-        measures = self.layers == AUTO and self._packed and self._candidates and one_device
-        self._memory = self._memory_of(args.device) if measures else None
         if isinstance(self.layers, int):
             if self.layers > self.total:
                 raise ConfigurationError(

@@ -43,7 +43,10 @@ class ReduceScatterInOneMemory:
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
         """Reduce and scatter, as torch does."""
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        reduce = (
+            getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        )  # its name before torch 2.13
+        return reduce(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
     def release(self, *_: Any) -> None:
         """Let go of the results of the step that is over. Also a forward pre-hook of the whole model."""

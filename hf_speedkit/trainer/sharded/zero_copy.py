@@ -55,7 +55,8 @@ class ZeroCopyAllGather:
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
         """Gather a flat buffer."""
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+        return gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class ZeroCopyReduceScatter:

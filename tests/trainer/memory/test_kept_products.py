@@ -270,9 +270,23 @@ def test_products_come_before_layers_that_keep_everything(forward, backward, roo
     assert layers_that_fit([10] * 4, peaks, already=(), room=room, products=[3] * 4) == expected
 
 
-def test_auto_measures_products_and_keeps_as_many_as_fit(tmp_path):
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"activation_checkpointing_layers": "all"}, {"activation_checkpointing_layers": 3}],
+    ids=["no memory to measure", "all", "three"],
+)
+def test_by_itself_nothing_is_kept_where_memory_is_not_measured(tmp_path, settings):
+    trainer = trainer_for(tmp_path, activation_checkpointing=True, max_steps=2, isolation_check=False, **settings)
+    assert trainer.args.activation_checkpointing_keep == "auto"
+    trainer.train()
+    assert trainer.recompute.with_products == 0
+    assert not any(trainer.recompute._product_bytes())
+
+
+@pytest.mark.parametrize("keep", ["products", "auto"])
+def test_auto_measures_products_and_keeps_as_many_as_fit(tmp_path, keep):
     trainer = trainer_for(
-        tmp_path, activation_checkpointing=True, activation_checkpointing_keep="products", max_steps=8,
+        tmp_path, activation_checkpointing=True, activation_checkpointing_keep=keep, max_steps=8,
         num_train_epochs=20,
     )  # fmt: skip
     sizes = []

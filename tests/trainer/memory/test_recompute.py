@@ -170,7 +170,10 @@ class FakeMemory:
     ],
 )
 def test_auto_measures_chooses_and_corrects_itself(tmp_path, peak, kept, fits, expected):
-    trainer = trainer_for(tmp_path, activation_checkpointing=True, max_steps=12, num_train_epochs=20)
+    trainer = trainer_for(
+        tmp_path, activation_checkpointing=True, activation_checkpointing_keep="nothing", max_steps=12,
+        num_train_epochs=20,
+    )  # fmt: skip
     memory = FakeMemory(trainer, kept=kept, peak=peak, fits=fits)
     trainer.recompute._memory_of = lambda device: memory
     trainer.train()
@@ -193,7 +196,8 @@ def test_peaks_are_those_of_a_step_with_optimizer_state_each_in_its_part_and_wit
             return self.now
 
     trainer = trainer_for(
-        tmp_path, activation_checkpointing=True, max_steps=3, num_train_epochs=20, gradient_accumulation_steps=2,
+        tmp_path, activation_checkpointing=True, activation_checkpointing_keep="nothing", max_steps=3,
+        num_train_epochs=20, gradient_accumulation_steps=2,
         eval_strategy="steps", eval_steps=1, eval_dataset=tokenized([9, 4, 17]),
     )  # fmt: skip
     memory = Grows(trainer, kept=10, peak=0, fits=4)

@@ -108,8 +108,8 @@ def run(without_copies, *, model=None, passes=1, sync=True, ahead=None, shard=No
     tower = Tower(**(model or {})).to(dtype or torch.float32)
     units = [tower.embed, *tower.layers, [tower.norm, tower.head], tower]
     given = {"mp_policy": MixedPrecisionPolicy(**(policy or {})), **(shard or {})}
-    if mesh is not None:
-        given["mesh"] = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
+    names = ("replicate", "shard") if mesh else ("shard",)
+    given["mesh"] = init_device_mesh("cpu", mesh or (2,), mesh_dim_names=names)  # also on a machine with GPUs
     for unit in units:
         fully_shard(unit, **given)
     if divided is not None:
