@@ -146,3 +146,20 @@ def test_every_page_has_its_place_and_every_public_name_its_entry():
     assert listed == {page.name for page in (ROOT / "docs").glob("*.md")}
     entries = re.findall(r"^::: hf_speedkit\.(\w+)$", text(ROOT / "docs" / "api.md"), re.MULTILINE)
     assert sorted(entries) == sorted(set(hf_speedkit.__all__) - {"__version__"})
+
+
+def test_every_file_of_ours_that_code_and_pages_name_exists():
+    named = re.compile(
+        r"(?<![\w/.\-])((?:hf_speedkit|tests|benchmarks|recipes|scripts|examples|docs|core|kernels|packing|measure|cli|"
+        r"trainer/\w+)/[\w/\-]+\.(?:py|md|yaml))\b"
+    )
+    others = {"kernels/chunked_logprob.py"}  # TRL's
+    code = [path for room in ("hf_speedkit", "benchmarks", "recipes", "tests") for path in (ROOT / room).rglob("*.py")]
+    missing = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in (*PAGES, *code, *(ROOT / "benchmarks").glob("*.md"))
+        for name in named.findall(text(path))
+        if name not in others
+        and not any((base / name).exists() for base in (ROOT, ROOT / "hf_speedkit", ROOT / "tests"))
+    ]
+    assert missing == []

@@ -3,7 +3,7 @@
 A trace of memory on a CPU runs the model's own code with these in the place of the kernels, so that it counts what the
 kernels save and not what the torch reference would (the reference of GatedDeltaNet keeps a state per chunk and more).
 Each was read off the named lines of fla 0.6.0, causal-conv1d 1.7.0, liger-kernel 0.8.5 and torch 2.13; a `del` stands
-where the original lets go of a tensor. `tests/kernels/test_saved_tensors.py` holds the sums, the gpu test the truth.
+where the original lets go of a tensor. `tests/kernels/test_memory_trace.py` holds the sums, the gpu test the truth.
 """
 
 from __future__ import annotations
