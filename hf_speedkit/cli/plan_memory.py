@@ -95,6 +95,7 @@ def _as_dict(choice: MemoryChoice, parameters: int, gpu: PlannedGpu) -> dict[str
         "smallest_gpus": choice.smallest,
         "checkpointing": choice.checkpointing,
         "unchecked_layers": choice.unchecked,
+        "layers_with_products": choice.with_products,
         "every_n_layers": choice.every_n_layers,
         "stays_gathered": choice.gathered,
         "layers": plan.layers,

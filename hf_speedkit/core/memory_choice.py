@@ -64,6 +64,8 @@ class MemoryChoice:
         smallest: the smallest number of GPUs on which it fits; None where no number up to `MOST_GPUS` does, the memory
             is not known, or the weights are not sharded and one GPU does not do.
         unchecked: how many layers, the last ones, could keep their activations on these GPUs; None where unknown.
+        with_products: of how many layers, the last ones, the outputs of products could be kept instead, with all layers
+            checkpointed; 0 where the model has none that can be.
         every_n_layers: the smallest such setting of transformers that fits: 1 is full checkpointing; None where
             unknown or nothing fits.
         gathered: FSDP could keep every layer's weights gathered from forward to backward
@@ -75,6 +77,7 @@ class MemoryChoice:
     fit: Fit | None
     smallest: int | None = None
     unchecked: int | None = None
+    with_products: int = 0
     every_n_layers: int | None = None
     gathered: bool | None = None
 
@@ -123,6 +126,7 @@ def choose(sizes: Sizes, setting: MemorySetting, job: MemoryJob, memory_gib: flo
         fit=fit,
         smallest=job.gpus,
         unchecked=most_unchecked(model, setting, job, memory_gib),
+        with_products=most_with_products(model, setting, job, memory_gib),
         every_n_layers=_every_n_layers(model, setting, job, memory_gib),
         gathered=_stays_gathered(model, setting, job, memory_gib),
     )
@@ -148,12 +152,23 @@ def most_unchecked(model: ModelMemory, setting: MemorySetting, job: MemoryJob, m
     GPUs.
     """
 
-    def fits(unchecked: int) -> bool:
-        spread = replace(job, unchecked=unchecked, every_n_layers=1)
-        return fit_of(plan_memory(model, setting, spread), memory_gib) is Fit.FITS
+    return _most(model, setting, replace(job, every_n_layers=1), memory_gib, "unchecked")
+
+
+def most_with_products(model: ModelMemory, setting: MemorySetting, job: MemoryJob, memory_gib: float) -> int:
+    """Of how many checkpointed layers, the last ones, the outputs of products can be kept; 0 where there are none."""
+    if not any(layer.products for layer in model.layers):
+        return 0
+    return _most(model, setting, replace(job, unchecked=0, every_n_layers=1), memory_gib, "with_products")
+
+
+def _most(model: ModelMemory, setting: MemorySetting, job: MemoryJob, memory_gib: float, name: str) -> int:
+    def fits(layers: int) -> bool:
+        changed = replace(job, **{name: layers})  # type: ignore[arg-type]
+        return fit_of(plan_memory(model, setting, changed), memory_gib) is Fit.FITS
 
     low, high = 0, len(model.layers)
-    while low < high:  # more unchecked layers never take less
+    while low < high:  # more layers that keep something never take less
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low

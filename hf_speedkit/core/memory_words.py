@@ -46,13 +46,17 @@ def checkpointing_line(choice: MemoryChoice) -> str | None:
         return None
     if choice.checkpointing == "none":
         return "activation checkpointing: not needed"
+    products = f"of the last {choice.with_products} the outputs of products can be kept, as auto does by measuring"
     if choice.checkpointing == "full":
-        return f"activation checkpointing: on all {layers} layers"
+        line = f"activation checkpointing: on all {layers} layers"
+        return f"{line}; {products}" if choice.with_products else line
     line = f"activation checkpointing: the last {choice.unchecked} of {layers} layers can do without"
-    line += f" (activation_checkpointing_layers: {layers - choice.unchecked}, which auto finds by measuring"
+    line += f" (activation_checkpointing_layers: {layers - choice.unchecked}"
+    if not choice.with_products:
+        line += ", which auto finds by measuring"
     if choice.every_n_layers is not None and choice.every_n_layers > 1:
         line += f"; without hf_speedkit every_n_layers: {choice.every_n_layers}"
-    return line + ")"
+    return f"{line}); or, faster, {products}" if choice.with_products else f"{line})"
 
 
 def gathering_line(choice: MemoryChoice) -> str | None:

@@ -252,6 +252,32 @@ def test_checkpointing_is_as_light_as_the_memory_allows(memory_gib, checkpointin
     assert line is None if words is None else words in line
 
 
+@pytest.mark.parametrize(
+    ("memory_gib", "words"),
+    [
+        (79.0, "(activation_checkpointing_layers: 3); or, faster, of the last 2 the outputs of products can be kept"),
+        (74.0, "on all 4 layers; of the last 1 the outputs of products can be kept, as auto does by measuring"),
+    ],
+)
+def test_products_are_offered_where_layers_have_some(memory_gib, words):
+    model = replace(SMALL, layers=(replace(SMALL.layers[0], saved=9 * M, products=4 * M),) * 4)
+    choice = choose(sizes(model), PURE_BF16, MemoryJob(), memory_gib)
+    assert words in checkpointing_line(choice)
+
+
+def test_products_are_there_from_a_layers_forward_to_its_own_backward():
+    model = replace(MODEL, layers=tuple(replace(LAYER, products=2 * M) for _ in range(4)))
+
+    def activations(**job):
+        found = memory_plan._phases(model, PURE_BF16, MemoryJob(gpus=4, **job))
+        return [parts["activations"] for phase, parts in found if phase.startswith("backward of layer")]
+
+    # from the last layer's backward to the first one's; a layer's own are part of what it makes again
+    plain = activations()
+    assert activations(with_products=2) == [plain[0] + 2 * M, *plain[1:]]
+    assert activations(with_products=3, unchecked=1) == [plain[0] + 6 * M, plain[1] + 4 * M, plain[2] + 2 * M, plain[3]]
+
+
 def test_every_other_layer_is_offered_where_it_fits():
     model = replace(SMALL, layers=SMALL.layers * 8)
     choice = choose(sizes(model), PURE_BF16, MemoryJob(gpus=8), 160.0)
