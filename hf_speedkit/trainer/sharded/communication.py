@@ -194,7 +194,10 @@ def _without_copies(model: Any, memory: ReduceScatterInOneMemory, layers_ahead: 
             for module in units:
                 module.set_custom_all_gather(gather)
                 module.set_custom_reduce_scatter(reduce_scatter)
-            reason = difference(layer for layers in _lists_of_layers(model) for layer in layers)
+            try:
+                reason = difference(layer for layers in _lists_of_layers(model) for layer in layers)
+            except (AttributeError, TypeError) as error:  # torch's private parts have changed, and on all ranks alike
+                reason = f"torch {torch.__version__} is made in another way ({error})"
         if reason is not None:
             logger.warning("FSDP2 copies weights and gradients, as it does by itself: %s", reason)
             return None

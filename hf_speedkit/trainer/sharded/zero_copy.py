@@ -35,6 +35,8 @@ _NOTHING_TO_COPY: list[int] = []  # of a gather's result: known again by its ide
 _REDUCE = ("fsdp_params", "unsharded_grads", "reduce_scatter_group", "reduce_scatter_stream", "reduce_scatter_comm",
            "orig_dtype", "reduce_dtype", "device", "gradient_divide_factor", "all_reduce_group", "all_reduce_stream",
            "all_reduce_grads", "partial_reduce_output", "all_reduce_hook", "force_sum_reduction_for_comms")  # fmt: skip
+_RESULT = ("all_gather_output", "all_gather_event", "all_gather_work", "param_all_gather_input_dtypes",
+           "param_all_gather_input_numels", "all_gather_input_split_sizes")  # fmt: skip
 _TAKEN = {
     "all_gather": ("fsdp_params", "group", "async_op", "all_gather_copy_in_stream", "all_gather_stream", "device",
                    "all_gather_comm"),
@@ -84,11 +86,14 @@ def obstacle() -> str | None:
         from torch.distributed.fsdp._fully_shard import _fsdp_param_group as torchs
 
         functions = {name: getattr(torchs, f"foreach_{name}") for name in _TAKEN}
-    except (ImportError, AttributeError) as error:
+        fields = vars(torchs)["AllGatherResult"]._fields
+    except (ImportError, AttributeError, KeyError) as error:
         return f"torch {torch.__version__} gathers in another way ({error})"
     for name, function in functions.items():
         if tuple(inspect.signature(function).parameters) != _TAKEN[name]:
             return f"foreach_{name} of torch {torch.__version__} takes other arguments"
+    if fields != _RESULT:
+        return f"a gather's result of torch {torch.__version__} has other parts"
     if _results_of_reduce(functions["reduce"]) is None:
         return f"foreach_reduce of torch {torch.__version__} gives other results"
     return None

@@ -4,6 +4,7 @@ import inspect
 import json
 import re
 import socket
+from collections import namedtuple
 
 import pytest
 import torch
@@ -61,8 +62,8 @@ def test_only_what_needs_a_copy_is_copied(ranks, name):
 
 
 @two
-@pytest.mark.parametrize("name", ["broken gathers", "broken sums"])
-def test_a_backend_that_does_it_wrong_on_one_rank_is_found_out_and_all_ranks_copy(ranks, name):
+@pytest.mark.parametrize("name", ["broken gathers", "broken sums", "another torch"])
+def test_what_does_it_wrong_if_on_one_rank_only_is_found_out_and_all_ranks_copy(ranks, name):
     for said in ranks:
         assert (said[name]["gathers"], said[name]["reductions"]) == (0, 0)
         assert said[name]["weights"] == said["as it is"]["copied"]["weights"]
@@ -88,6 +89,7 @@ def test_results_begin_where_sixteen_bytes_can_be_moved_at_once():
         ("foreach_all_gather", lambda fsdp_params, group: None, "foreach_all_gather of torch .* takes other arguments"),
         ("foreach_reduce", "one result fewer", "foreach_reduce of torch .* gives other results"),
         ("foreach_all_gather_copy_out", None, "gathers in another way"),
+        ("AllGatherResult", namedtuple("Result", "output event"), "a gather's result of torch .* has other parts"),
     ],
 )
 def test_a_torch_that_gathers_in_another_way_is_left_alone(monkeypatch, name, other, message):

@@ -149,7 +149,7 @@ def run(without_copies, *, model=None, passes=1, sync=True, ahead=None, shard=No
 
 
 def broken():
-    """A backend that gathers wrongly is found out, and copies stay."""
+    """A backend that gathers or sums wrongly is found out, as is a torch with other private parts, and copies stay."""
     real = zero_copy.gather_shards
 
     def wrong(wholes, shards, group):
@@ -164,9 +164,15 @@ def broken():
         zero_copy.gather_shards = real
     real_sum, zero_copy_proof.reduce_shards = zero_copy_proof.reduce_shards, lambda shards, *_: None
     try:
-        return found, run(True)
+        sums = run(True)
     finally:
         zero_copy_proof.reduce_shards = real_sum
+    real_shard = zero_copy._plain_shard
+    zero_copy._plain_shard = lambda param: param.renamed_in_torch
+    try:
+        return found, sums, run(True)
+    finally:
+        zero_copy._plain_shard = real_shard
 
 
 def rank_main(rank, port, folder):
@@ -181,7 +187,7 @@ def rank_main(rank, port, folder):
             said[name] = {"copied": run(False, **variant), "direct": run(True, **variant)}
         except Exception as error:
             said[name] = f"{type(error).__name__}: {error}"
-    said["broken gathers"], said["broken sums"] = broken()
+    said.update(zip(("broken gathers", "broken sums", "another torch"), broken(), strict=True))
     Path(folder, f"rank{rank}.json").write_text(json.dumps(said))
     dist.barrier()
     os._exit(0)  # torch's teardown can deadlock, see two_process_run.py
