@@ -306,11 +306,10 @@ def test_v41_the_host_memory_a_process_once_held_is_read(tmp_path):
     status.write_text("Name:\tpython\nVmHWM:\t  409600 kB\nVmRSS:\t  204800 kB\n")
     assert peak_host_growth(model, status) == 200 * 2**20 + 4 * 2**20
     assert peak_host_growth(model, tmp_path / "none") == 0
-    # The real one: 200 MB taken and given back.
-    before = peak_host_growth(model)
+    # The real one: 200 MB taken and given back, whatever this process held and gave back before.
     block = torch.ones(50_000_000)
     del block
-    assert peak_host_growth(model) - before > 150e6 or before > 150e6
+    assert peak_host_growth(model) > 150e6
 
 
 def test_weights_are_noted_before_they_are_prepared():
