@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from hf_speedkit.core.errors import ConfigurationError
@@ -10,6 +11,26 @@ STEP_LOG_NAME = "speedkit_steps.jsonl"
 # What a finished or interrupted run leaves behind, cheapest look first.
 _TRACES_OF_A_RUN = (STEP_LOG_NAME, "trainer_state.json", "model.safetensors", "model.safetensors.index.json",
                     "adapter_model.safetensors")  # fmt: skip
+
+
+def require_output_dir(output_dir: str | Path) -> None:
+    """Refuse a place in which no folder can be written, before a model is loaded for it. Nothing is made.
+
+    Raises:
+        ConfigurationError: a file lies there or above it, or this user may not write there.
+    """
+    place = Path(output_dir).absolute()
+    while not os.path.lexists(place) and place != place.parent:
+        place = place.parent
+    if place.is_dir():
+        if os.access(place, os.W_OK | os.X_OK):
+            return
+        what = f"{str(place)!r} may not be written to by this user"
+    else:
+        what = f"{str(place)!r} is no folder"
+    raise ConfigurationError(
+        f"output_dir {str(output_dir)!r} cannot be written", evidence=(what,), mend="choose another output_dir"
+    )
 
 
 def existing_run(output_dir: str | Path) -> str | None:

@@ -43,7 +43,7 @@ from hf_speedkit.trainer.memory.offload_choice import OffloadChoice
 from hf_speedkit.trainer.memory.recompute import RecomputeChoice
 from hf_speedkit.trainer.metrics.mfu_inputs import flops_of, sliding_window
 from hf_speedkit.trainer.metrics.progress import CompactProgress
-from hf_speedkit.trainer.output import STEP_LOG_NAME, existing_run, refuse_existing_run
+from hf_speedkit.trainer.output import STEP_LOG_NAME, existing_run, refuse_existing_run, require_output_dir
 from hf_speedkit.trainer.proof.head_proof import check_trained, refuse_other_models
 from hf_speedkit.trainer.proof.startup import StartupProof
 from hf_speedkit.trainer.ranks.stragglers import log_stragglers
@@ -96,6 +96,7 @@ class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
         formatting_func: Callable[..., Any] | None = None,
     ) -> None:
         args = settled_config(args, model)
+        require_output_dir(args.output_dir)
         self._existing_run = None if args.allow_existing_output else existing_run(args.output_dir)
         self._reports: dict[str, DocumentReport] = {}
         self.train_sampler: PackedBatchSampler | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import netrc
 import os
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from importlib.util import find_spec
 
 from hf_speedkit.core.errors import ConfigurationError
@@ -12,6 +13,9 @@ from hf_speedkit.core.errors import ConfigurationError
 # transformers' names for its integrations, where the package is called otherwise.
 _PACKAGES = {"azure_ml": "azureml", "comet_ml": "comet_ml", "dvclive": "dvclive", "flyte": "flytekitplugins"}
 _NOT_TRACKERS = {"none", "all"}
+# transformers 5.23 integrations/integration_utils.py, INTEGRATION_TO_CALLBACK; a test compares.
+_TRACKERS = ("azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "kubeflow", "mlflow",
+             "neptune", "swanlab", "tensorboard", "trackio", "wandb")  # fmt: skip
 
 
 def require_trackers(settings: Mapping[str, object]) -> None:
@@ -21,9 +25,16 @@ def require_trackers(settings: Mapping[str, object]) -> None:
         settings: the job's settings; `report_to` is a name, a list of names or a comma-separated list.
 
     Raises:
-        ConfigurationError: a package that is not installed, or wandb without a key while it is online.
+        ConfigurationError: a name that transformers does not know, a package that is not installed, or wandb without a
+            key while it is online.
     """
     for name in _names(settings.get("report_to")):
+        if name not in _TRACKERS:  # a misspelt name must not become a package to install
+            near = get_close_matches(name, _TRACKERS, n=1)
+            raise ConfigurationError(
+                f"report_to is {name!r}, which is no tracker of transformers",
+                mend=f"report_to: {near[0]}" if near else f"one of {', '.join(_TRACKERS)}, or none",
+            )
         package = _PACKAGES.get(name, name)
         if find_spec(package) is None:
             raise ConfigurationError(

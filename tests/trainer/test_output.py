@@ -1,7 +1,7 @@
 import pytest
 
 from hf_speedkit.core.errors import ConfigurationError
-from hf_speedkit.trainer.output import existing_run, refuse_existing_run, require_checkpoint
+from hf_speedkit.trainer.output import existing_run, refuse_existing_run, require_checkpoint, require_output_dir
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,18 @@ def test_other_files_and_missing_directories_are_no_run(tmp_path):
     (tmp_path / "checkpoint-5").touch()  # a file of that name
     assert existing_run(tmp_path) is None
     assert existing_run(tmp_path / "missing") is None
+
+
+def test_an_output_directory_that_cannot_be_written_is_refused_and_nothing_is_made(tmp_path, monkeypatch):
+    require_output_dir(tmp_path / "new" / "deeper")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigurationError, match="is no folder"):
+            require_output_dir(place)
+    monkeypatch.setattr("os.access", lambda place, mode: False)  # root may write everywhere
+    with pytest.raises(ConfigurationError, match="may not be written to by this user"):
+        require_output_dir(tmp_path / "new")
 
 
 def test_the_refusal_names_the_three_ways_on(tmp_path):

@@ -1,6 +1,8 @@
 import pytest
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.trainer import trackers
 from hf_speedkit.trainer.trackers import require_trackers
 
 
@@ -16,10 +18,23 @@ def test_what_needs_no_login_passes(report_to):
     require_trackers({"report_to": report_to})
 
 
-@pytest.mark.parametrize("report_to", ["no_such_tracker", ["tensorboard", "no_such_tracker"]])
+@pytest.mark.parametrize("report_to", ["dagshub", ["tensorboard", "dagshub"]])
 def test_a_tracker_that_is_not_installed_is_named_with_its_command(report_to):
-    with pytest.raises(ConfigurationError, match="pip install no_such_tracker"):
+    with pytest.raises(ConfigurationError, match="pip install dagshub"):
         require_trackers({"report_to": report_to})
+
+
+@pytest.mark.parametrize(
+    ("name", "mend"), [("wandbb", "report_to: wandb$"), ("my_logs", "one of azure_ml, .* or none")]
+)
+def test_a_misspelt_name_is_no_package_to_install(name, mend):
+    with pytest.raises(ConfigurationError, match=mend) as refused:
+        require_trackers({"report_to": ["tensorboard", name]})
+    assert "pip install" not in str(refused.value)
+
+
+def test_the_trackers_are_those_of_transformers():
+    assert sorted(INTEGRATION_TO_CALLBACK) == list(trackers._TRACKERS)
 
 
 def test_wandb_without_a_login_is_refused_with_both_ways_on():
