@@ -39,10 +39,25 @@ class KeptProducts:
         layer's last, are not counted. 0 before."""
         return sum(one.bytes for one in self._maps if one.can_keep)
 
-    def watch(self) -> None:
-        """Note the sizes in the next pass, and keep nothing."""
+    def watch(self, *, compare: bool = False) -> None:
+        """Note the sizes in the next pass, and give nothing of it to the recomputation.
+
+        Args:
+            compare: hold the outputs of that pass, and see whether the recomputation makes the same: a kernel that
+                writes into a product without telling torch is found only so (`overwritten`).
+        """
         for one in self._maps:
-            one.watch()
+            one.watch(compare)
+
+    @property
+    def overwritten(self) -> frozenset[int]:
+        """Which maps' outputs were found to be others than they were made; their places among the layer's maps."""
+        return frozenset(place for place, one in enumerate(self._maps) if one.overwritten)
+
+    def refuse(self, places: frozenset[int]) -> None:
+        """Never keep these maps' outputs: in a layer of the same kind they were found overwritten."""
+        for place in places:
+            self._maps[place].overwritten = True
 
     def switch(self, on: bool) -> None:
         """Keep them from the next forward pass on, or do not. Belongs between two steps."""
@@ -83,21 +98,24 @@ class _Map:
         self._overlap = False
         self._run_again = False
         self._kept: tuple[torch.Tensor, int] | None = None
+        self._compares = False
+        self.overwritten = False
         self.weights = module.in_features * module.out_features
         self.bytes = 0
 
     @property
     def can_keep(self) -> bool:
         """Whether a forward pass made what a recomputation asked for; neither autocast's nor a reentrant one's does."""
-        return self._needed and self.bytes > 0
+        return self._needed and self.bytes > 0 and not self.overwritten
 
-    def watch(self) -> None:
+    def watch(self, compare: bool) -> None:
         self._keeps = self._needed = False
+        self._compares = compare
         self.forget()
         self._module.forward = self._forward  # type: ignore[method-assign]
 
     def switch(self, on: bool) -> None:
-        self._keeps = on
+        self._keeps, self._compares = on, False
         self.forget()
         if on:
             self._module.forward = self._forward  # type: ignore[method-assign]
@@ -123,8 +141,12 @@ class _Map:
     def _watched(self, output: torch.Tensor) -> torch.Tensor:
         if recomputes():  # of a layer's last product it wants the input: it ends before, and does not come here
             self._needed = True
+            if (made := self.take()) is not None and not torch.equal(made, output):  # waits for the device, in step 1
+                self.overwritten = True  # Liger's rotary embedding does it, in a kernel: no version counter moves
         else:
             self.bytes = output.untyped_storage().nbytes()
+            if self._compares:
+                self._put(output)
         return output
 
     def _put(self, output: torch.Tensor) -> None:

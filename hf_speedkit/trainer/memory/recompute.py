@@ -129,7 +129,8 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
         self._products = self._keep == "products" or (self._keep == AUTO and self._memory is not None)
         for layer in self._candidates if self._products and one_device else ():
             layer.products = KeptProducts(layer.module)
-            layer.products.watch()
+            # One layer of each kind: all of them would hold in step 1 what may not fit.
+            layer.products.watch(compare=layer in self._last_of_each_kind().values())
         if isinstance(self.layers, int):
             if self.layers > self.total:
                 raise ConfigurationError(
@@ -147,6 +148,8 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Step 2 gives the peak and the bytes a layer keeps; the next ones show whether the choice was right."""
         self._step += 1
+        if self._step == 1 and self._products:
+            self._refuse_overwritten()
         if self._memory is None:
             if self._step == 1 and self._products:  # their sizes are known now
                 some = self.checkpointed if any(self._product_bytes()) else 0
@@ -221,6 +224,16 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
 
         restore = lay_over(layer.module, forward)
         self._unwatch.append(restore)
+
+    def _refuse_overwritten(self) -> None:
+        compared = {k: layer.products for k, layer in self._last_of_each_kind().items() if layer.products is not None}
+        found = {kind: products.overwritten for kind, products in compared.items()}
+        for layer in self._candidates:
+            if layer.products is not None:
+                layer.products.refuse(found[layer.kind])
+                layer.products.begin_step()
+        if count := sum(map(len, found.values())):
+            logger.warning("outputs of %d maps a layer are written to behind torch's back: they are not kept", count)
 
     def _last_of_each_kind(self) -> dict[tuple[str, ...], _Layer]:
         return {layer.kind: layer for layer in self._candidates}

@@ -187,7 +187,7 @@ def _without_copies(model: Any, memory: ReduceScatterInOneMemory, layers_ahead: 
         return None
     units = [module for module in model.modules() if is_sharded(module)]
     with ExitStack() as own:
-        reason = obstacle()
+        reason = obstacle() or _reentrant(model)
         if reason is None:
             own.enter_context(zero_copy())
             gather, reduce_scatter = ZeroCopyAllGather(), ZeroCopyReduceScatter(memory)
@@ -204,6 +204,16 @@ def _without_copies(model: Any, memory: ReduceScatterInOneMemory, layers_ahead: 
         _gather_ahead(model, layers_ahead, own)
         stack.enter_context(own.pop_all())
     return "weights are gathered into the parameters and gradients reduced from where they are, without copies"
+
+
+def _reentrant(model: Any) -> str | None:
+    """Reentrant checkpointing runs FSDP2's forward hooks in the backward pass: each layer would gather the one behind
+    it again, which is done, and the whole model would lie gathered at the end of the step."""
+    for module in model.modules():
+        function = getattr(module, "_gradient_checkpointing_func", None) or getattr(module, "checkpoint_fn", None)
+        if (getattr(function, "keywords", None) or {}).get("use_reentrant"):
+            return "checkpointing is reentrant, and would gather every layer ahead once more in the backward pass"
+    return None
 
 
 def _gather_ahead(model: Any, layers_ahead: int, stack: ExitStack) -> None:

@@ -193,6 +193,30 @@ def test_an_output_that_was_written_to_is_computed_again():
     assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters())
 
 
+def test_an_output_that_a_kernel_writes_to_without_telling_torch_is_found_and_not_kept():
+    """As Liger's rotary embedding does to q and k: what is kept would be rotated twice, gradients silently wrong."""
+    model, kept = checkpointed()
+    for layer in model.model.layers:
+        gate = layer.mlp.act_fn
+
+        class InPlace(torch.nn.Module):
+            def forward(self, x, gate=gate):
+                made = gate(x * 2)
+                x.data.mul_(2)  # no version counter moves
+                return made
+
+        layer.mlp.act_fn = InPlace()
+    expected = gradients(model, IDS)
+    for one in kept:
+        one.watch(compare=True)
+    gradients(model, IDS)
+    assert all(one.overwritten for one in kept)
+    for one in kept:
+        one.switch(True)
+    found = gradients(model, IDS)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 @pytest.mark.parametrize("way", ["autocast", "reentrant", "frozen"])
 def test_other_ways_of_training_come_out_the_same(way):
     model, kept = checkpointed(reentrant=way == "reentrant")
