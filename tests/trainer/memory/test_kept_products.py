@@ -193,19 +193,22 @@ def test_an_output_that_was_written_to_is_computed_again():
     assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters())
 
 
+class WritesToItsInput(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        made = self.inner(x * 2)
+        x.data.mul_(2)  # no version counter moves
+        return made
+
+
 def test_an_output_that_a_kernel_writes_to_without_telling_torch_is_found_and_not_kept():
     """As Liger's rotary embedding does to q and k: what is kept would be rotated twice, gradients silently wrong."""
     model, kept = checkpointed()
     for layer in model.model.layers:
-        gate = layer.mlp.act_fn
-
-        class InPlace(torch.nn.Module):
-            def forward(self, x, gate=gate):
-                made = gate(x * 2)
-                x.data.mul_(2)  # no version counter moves
-                return made
-
-        layer.mlp.act_fn = InPlace()
+        layer.mlp.act_fn = WritesToItsInput(layer.mlp.act_fn)
     expected = gradients(model, IDS)
     for one in kept:
         one.watch(compare=True)
@@ -273,6 +276,24 @@ def test_a_run_keeps_them_from_step_2_and_its_weights_come_out_the_same(tmp_path
     assert torch.equal(*weights)
     assert f"of 4 layers, with the products of {expected} kept" in trainer.recompute.line()
     assert not any("forward" in module.__dict__ for module in model.model.layers.modules())
+
+
+def test_a_run_keeps_nothing_in_any_layer_that_a_kernel_writes_to_without_telling_torch(tmp_path, caplog):
+    weights = []
+    for name, keep in (("nothing", "nothing"), ("products", "products")):
+        model = tiny_hybrid()
+        for layer in model.model.layers:
+            layer.mlp.act_fn = WritesToItsInput(layer.mlp.act_fn)
+        trainer = trainer_for(
+            tmp_path / name, model=model, max_steps=3, activation_checkpointing=True, isolation_check=False,
+            activation_checkpointing_layers="all", activation_checkpointing_keep=keep, fused_layers=False,
+        )  # fmt: skip
+        trainer.train()
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*weights)
+    # one layer of each kind was compared, and what it found holds for the others
+    assert [len(layer.products.overwritten) for layer in trainer.recompute._candidates] == [1] * 4
+    assert "are written to behind torch's back" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import FSDPModule
 
 from hf_speedkit.core.errors import ConfigurationError
-from hf_speedkit.trainer.sharded.communication import _one_memory, corrected_gathers
+from hf_speedkit.trainer.sharded.communication import _one_memory, _reentrant, corrected_gathers
 from hf_speedkit.trainer.sharded.gradient_memory import ReduceScatterInOneMemory
 from hf_speedkit.trainer.sharded.preflight import check_wrap_class
 from hf_speedkit.trainer.sharded.prepared import loaded_weights, peak_host_growth
@@ -298,6 +298,14 @@ def test_gradients_that_add_up_over_micro_batches_stay_where_torch_puts_them(bac
         assert hasattr(model, "comm") is shared
         assert bool(model._forward_pre_hooks) is shared
     assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_reentrant_checkpointing_keeps_torchs_copies(reentrant):
+    model = tiny_llama()
+    assert _reentrant(model) is None
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    assert (_reentrant(model) is not None) is reentrant
 
 
 def test_v41_the_host_memory_a_process_once_held_is_read(tmp_path):
