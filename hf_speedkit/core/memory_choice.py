@@ -14,9 +14,10 @@ Sizes = Callable[[MemorySetting, MemoryJob], ModelMemory]
 """The model's sizes for a setting: the precision of the activations can depend on both."""
 
 RESERVE_SHARE = 0.17
-"""What torch's allocator held beyond live tensors at most, as a share of them: 124.6 against 106.7 GiB
-(benchmarks/results/2026-11-29_2xh200_27b_fsdp2_first_run.json; 0.06 to 0.13 in the one-GPU runs in first_look/ there).
-It gives it back when memory runs out, at the price of a stall."""
+"""What torch's allocator held beyond live tensors, as a share of them, with every layer checkpointed: 124.6 against
+106.7 GiB (benchmarks/results/2026-11-29_2xh200_27b_fsdp2_first_run.json; 0.06 to 0.13 in the one-GPU runs of
+first_look/). Where layers are left alone it may hold more. It gives it back when memory runs out, at the price of a
+stall."""
 CONTEXT_GIB = 1.7
 """CUDA context and what else is on the device beside the allocator: NVML's figure less reserved, 1.3 to 1.7 GiB in the
 one-GPU runs of first_look/."""

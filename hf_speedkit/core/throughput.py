@@ -12,10 +12,11 @@ from hf_speedkit.core.step_parts import StepActivity, activity_metrics, activity
 from hf_speedkit.core.stepsum import NO_STEPS, StepSum, gpu_over_ranks, over_ranks, total
 
 EARLY_STEPS = 10
-"""Steps at the start of a session that are judged one by one. On one H200 autotuning showed up to step 5."""
+"""Steps at the start of a session that are judged one by one. TRL's packed rows tuned and compiled in steps 1, 2 and 9
+of benchmarks/results/ladder/27b-8_trl_rep1.json."""
 
 SLOW_FACTOR = 2.0
-"""An early step is warm-up if it took more than this many times the usual. There: 0.8 s usual, 3.4 s when tuning."""
+"""An early step is warm-up if it took more than this many times the usual. There: 0.8 s usual, 4 s when tuning."""
 
 SLOW_MARGIN_S = 0.2
 """And at least this much longer: no compilation takes less, and steps of milliseconds vary by a factor of two alone."""

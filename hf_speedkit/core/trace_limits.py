@@ -1,7 +1,7 @@
 """Rules that name the limit of a traced step: what the device waits for, or that it does not wait.
 
-Thresholds and their evidence: facts of 16 public traces (V100 to MI300) and the seed's tables; where host-bound and
-queued traces lie, the median launch delay differs by two orders of magnitude, utilisation does not.
+Thresholds rest on 16 public traces (V100 to MI300, of HTA, kineto, PARAM and TraceLens): between host-bound and queued
+ones the median launch delay differs by two orders of magnitude, utilisation does not.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def _part_of(module: nn.Module) -> str | None:
 
 
 def candidates(part: str, *, zero_centred: bool = False, layer: nn.Module | None = None) -> Sequence[Candidate]:
-    """What can stand in, best first: Liger's took 8 % off a step on an H200 (benchmarks; fla's were not timed there).
+    """What can stand in, best first; of Liger's and fla's the norms and SwiGLU were not timed against one another.
 
     Args:
         part: what `part_of` says.

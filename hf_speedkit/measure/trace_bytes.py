@@ -13,10 +13,11 @@ from typing import BinaryIO
 from hf_speedkit.core.errors import TraceError
 
 PIECE_BYTES = 1 << 20
-"""Piece handed on. At 4 MiB reading took twice the page faults of 1 MiB (300,000 against 150,000 for 0.75 GB)."""
+"""Piece handed on. At 4 MiB reading took twice the page faults of 1 MiB (a first look)."""
 
 DEFAULT_LIMIT_BYTES = 4 << 30
-"""JSON read at most, decompressed. The seed's step with every event is 0.6 GB; a gzip bomb has no end."""
+"""JSON read at most, decompressed. A step of 272,000 launches is 0.6 GB (benchmarks/results/trace_reading.json); a gzip
+bomb has no end."""
 
 _READ_BYTES = 1 << 18
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -64,7 +65,7 @@ class ByteStream:
             if self.bytes_read > self._limit_bytes:
                 raise TraceError(
                     f"{self._path.name} holds more than {self._limit_bytes / 2**30:.3g} GiB of JSON",
-                    evidence=("reading costs about 11 s of CPU time and 0.3 GB of memory per GiB",),
+                    evidence=("reading costs about 9 s of CPU time and 0.7 GB of memory per GiB",),
                     mend="record fewer steps, without stacks and shapes: TraceCallback(steps=(20,))",
                     regardless="hf-speedkit trace FILE --max-gib N",
                 )

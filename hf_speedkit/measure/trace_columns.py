@@ -1,7 +1,8 @@
 """Events sorted into columns: one numpy table per kind of event, 24 to 48 bytes an event.
 
-Every schema from 2021 on is mapped here and nowhere else (facts: traces.md section 2). Only complete events (`ph` X
-with a duration) are kept; counters, flows, instants and metadata rows carry nothing the tables need.
+Every schema from 2021 on is mapped here and nowhere else (kineto's output_json.cpp, and files in the wild). Only
+complete events (`ph` X with a duration) are kept; counters, flows, instants and metadata rows carry nothing the tables
+need.
 """
 
 from __future__ import annotations

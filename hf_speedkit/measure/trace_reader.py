@@ -1,8 +1,9 @@
 """Stream the events of a Chrome trace file in pieces, with the few top-level facts that matter.
 
 Reading rule: behind the `[` of `traceEvents`, cut at the last `}, {` of what is at hand, decode that much, keep the
-rest. A whole-file decode of 0.6 GB of JSON takes 1.6 GB of memory, this 0.3 GB at the same CPU time (facts: traces.md
-section 3). The container is an object, or a bare array in the oldest files; metadata may come before or after.
+rest. A whole-file decode of 0.6 GB of JSON took 1.6 GB of memory (a first look), this 0.4 GB at the same CPU time
+(benchmarks/results/trace_reading.json). The container is an object, or a bare array in the oldest files; metadata may
+come before or after.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ class TraceStream:
                 final = not self._more()
 
     def _decode_fast(self, cut: int) -> list[Any] | None:
-        """Decode the buffer up to the comma at `cut` in place: five copies of every byte cost a second per 0.7 GB."""
+        """Decode the buffer up to the comma at `cut` in place, without copies of its bytes."""
         assert self._fast is not None
         first, comma = self._buffer[0], self._buffer[cut]
         self._buffer[0], self._buffer[cut] = _OPEN, _CLOSE

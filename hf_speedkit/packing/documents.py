@@ -53,7 +53,7 @@ def prepare_documents(
         DatasetError: no documents, none with targets, missing or unequal columns, a dataset that is packed already.
         PackingError: documents longer than a row under "error"; an `overlong` that is not a choice.
 
-    Cost: one pass over the labels, 8 ns a token: 2.1 s for 207,865 documents of 1,262 tokens (one core).
+    Cost: one pass over the labels, 3 ns a token of one core (benchmarks/results/host_costs.json).
     """
     if overlong not in OVERLONG:
         raise PackingError(f"overlong={overlong!r} is not a choice", mend=f"overlong is one of: {', '.join(OVERLONG)}")

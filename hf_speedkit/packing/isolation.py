@@ -6,9 +6,9 @@ Two questions are asked of the model that will train, through the call that trai
 2. Is the gradient of that document's log-probabilities zero at every other document's embeddings?
 
 Both must be exactly zero: nothing of another document enters the arithmetic of an isolated one, so even the rounding
-is the same. The loss cannot answer this (a recurrence leak moved it by 3e-5 and the gradient by 4e-2, facts of the
-prototype). The same call also shows that the probe is alive: the document's own gradient must not be zero, and the
-other documents' log-probabilities must move.
+is the same. The loss cannot answer this: in a tiny model a leaking recurrence moved it by 3e-5 and the gradient by
+4e-2 (a first look). The same call also shows that the probe is alive: the document's own gradient must not be zero,
+and the other documents' log-probabilities must move.
 """
 
 from __future__ import annotations

@@ -50,7 +50,8 @@ def plan_packing(
     Raises:
         PackingError: a document longer than a row or without tokens, an unknown strategy, a row without slots.
 
-    Cost: about 3 microseconds a document (207,865 documents in 0.6 s, one core).
+    Cost: 2.4 to 4.8 microseconds a document of one core: 207,865 in 0.5 s by fifo_close, 10 million in 48 s
+    (benchmarks/results/2026-11-29_packing_table.json).
     """
     if strategy not in STRATEGIES:
         raise PackingError(
@@ -114,7 +115,7 @@ def checked_lengths(lengths: Sequence[int], tokens_per_batch: int) -> list[int]:
         raise PackingError(
             f"tokens_per_batch={tokens_per_batch!r} is not a number of slots", mend="set it to, say, 8192"
         )
-    # Elements of a numpy array are 10 times slower to add than Python integers.
+    # Elements of a numpy array are slower to add than Python integers.
     tolist: Callable[[], list[int]] = getattr(lengths, "tolist", lambda: list(lengths))
     counts = tolist()
     kinds = set(map(type, counts))

@@ -17,7 +17,7 @@ def prepare_process() -> None:
     (benchmarks/NOTES.md).
 
     The GPU allocator grows its segments instead of adding new ones: memory that is reserved and of no use (18 of
-    125 GiB in the first 27B run on two H200) then holds activations instead.
+    125 GiB in benchmarks/results/2026-11-29_2xh200_27b_fsdp2_first_run.json) then holds activations instead.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which torch still reads

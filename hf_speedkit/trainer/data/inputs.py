@@ -288,7 +288,7 @@ def check_vocabulary(dataset: Any, model: Any, name: str) -> None:
     Raises:
         DatasetError: the id, and how many rows the embedding has.
 
-    Cost: one pass over the ids and two over the labels through arrow, some 0.3 s a pass for 262 M tokens.
+    Cost: one pass over the ids and two over the labels through arrow, 0.3 s a pass for 262 M tokens (a first look).
     """
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
         return

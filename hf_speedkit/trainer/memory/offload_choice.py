@@ -29,7 +29,8 @@ _TIMED = {5: "before", 6: "before", 8: "after", 9: "after"}
 _LEAST_GAIN = 0.005
 # 8 GiB, a fifth of what a forward pass of a 27B has time for. A copy alone is no measure: beside products it is slower.
 _PROBE_BYTES, _PROBES = 2**28, 32
-# Of a 27B over PCIe 5 to an H200: 36 ms a copy, 13 ms a forward pass. For a number of layers that is not timed.
+# Of a 27B over PCIe 5 to an H200: 36 ms a copy, 13 ms a forward pass (benchmarks/NOTES.md, a first look). For a number
+# of layers that is not timed.
 _USUAL_COPY_LAYERS = 3.0
 
 
@@ -38,7 +39,7 @@ class OffloadChoice(TrainerCallback):  # type: ignore[misc]
 
     "auto" acts where layers are still checkpointed after `recompute` has filled the device: it times a forward pass and
     copies beside it, takes as many layers as there is time for, and goes back if the step did not get faster. Pinning
-    the memory takes about 0.7 s a GiB, once.
+    the memory takes about 0.7 s a GiB, once (benchmarks/NOTES.md).
 
     Args:
         layers: "auto" (where `recompute` measures), "none", or how many, which are neither timed nor taken back.

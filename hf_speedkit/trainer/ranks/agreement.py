@@ -38,7 +38,7 @@ def agree(check: Callable[[], T]) -> T:
         SpeedkitError: this rank's own error where it failed, else one that quotes the first rank that did.
         Exception: errors of other types are passed on the same way.
 
-    Cost: one all-reduce of a few bytes, 0.5 to 1 ms over two busy gloo processes (shared facts, fsdp2.md 3).
+    Cost: one all-reduce of a few bytes, 0.5 to 1 ms over two busy gloo processes (a first look).
     """
     return agree_sharing(check, lambda _: 0.0)[0]
 
