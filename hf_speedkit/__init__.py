@@ -73,13 +73,14 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
     try:
         value = getattr(import_module(home), name)
-    except ImportError as error:
-        from hf_speedkit.trainer.installed_versions import untested_versions
+    except Exception as error:
+        from hf_speedkit.trainer.broken_installs import broken_install
 
-        # A version that lacks a name this package needs: the traceback ends with the range that has it.
-        note = untested_versions()
-        if note is not None:
-            error.add_note(note)
+        broken = broken_install(error)
+        if broken is not None:
+            raise broken from error
+        if isinstance(error, AttributeError):  # Python would take it for a name that is not here, and hide it
+            raise ImportError(f"{home} cannot be imported: {error}") from error
         raise
     globals()[name] = value
     return value

@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 
 from hf_speedkit.core.errors import ConfigurationError, SpeedkitError
 from hf_speedkit.trainer.adapters import adapter_config, require_adapters
-from hf_speedkit.trainer.hardware import exit_with, require_hardware
+from hf_speedkit.trainer.broken_installs import refusals_told
+from hf_speedkit.trainer.hardware import require_hardware
 from hf_speedkit.trainer.hub_access import require_hub_for
 from hf_speedkit.trainer.job_settings import options, require_named, settings, unusable, without_option
 from hf_speedkit.trainer.launching import announce_sharding
@@ -143,7 +144,5 @@ def parse(config: Path, argv: list[str]) -> tuple[RecipeArguments, Any, Any]:
 
 
 if __name__ == "__main__":
-    try:
+    with refusals_told():
         main(sys.argv[1:])
-    except SpeedkitError as stop:
-        exit_with(stop)

@@ -14,6 +14,7 @@ import typer
 from hf_speedkit.cli.doctor_model import find_config
 
 if TYPE_CHECKING:
+    from hf_speedkit.core.errors import InstallationError
     from hf_speedkit.core.records import KernelCheck
     from hf_speedkit.kernels.compatibility import Stack
 
@@ -117,13 +118,18 @@ def doctor(
     raise typer.Exit(0 if diagnosis.good else SUBJECT_IS_BAD)
 
 
-def _broken_import() -> tuple[str, str] | None:
-    """What doctor itself cannot do without and why it does not import; None where it does."""
-    for package in ("torch", "transformers"):
+def _broken_import() -> InstallationError | None:
+    """Why a package that every job needs does not import; None where all do."""
+    from hf_speedkit.core.errors import InstallationError
+    from hf_speedkit.trainer.broken_installs import broken_install
+
+    for package in ("torch", "transformers", "pyarrow", "datasets", "accelerate", "trl"):
         try:
             importlib.import_module(package)
         except Exception as error:  # noqa: BLE001 (a missing library of CUDA is an OSError, an ImportError, anything)
-            return package, f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+            said = f"{package} does not import: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
+            command = f"pip install --force-reinstall --no-cache-dir {package}"
+            return broken_install(error) or InstallationError(said, mend=command)
     return None
 
 

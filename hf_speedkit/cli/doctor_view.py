@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hf_speedkit.cli.doctor import Diagnosis
+    from hf_speedkit.core.errors import InstallationError
     from hf_speedkit.kernels.compatibility import Stack
 
 
@@ -42,14 +43,13 @@ def text_lines(diagnosis: Diagnosis) -> list[str]:
     return [printable(line) for line in (*lines, "", _last_line(diagnosis))]
 
 
-def broken_text(broken: tuple[str, str], *, as_json: bool) -> str:
-    """What there is to say where a package that everything needs does not import: (package, error)."""
-    package, error = broken
-    remark = f"{package} does not import here, so nothing can train: {error}"
-    command = _runnable(f"pip install --force-reinstall --no-cache-dir {package}")
+def broken_text(broken: InstallationError, *, as_json: bool) -> str:
+    """What there is to say where a package that everything needs does not import."""
+    remark = "\n".join((f"Nothing can train here: {broken.what}", *(f"  {line}" for line in broken.evidence)))
+    command = _runnable(broken.mend or "")
     if as_json:
         return json.dumps({"good": False, "remarks": [remark], "commands": [command]}, sort_keys=True)
-    return f"{remark}\n\nRun:\n  {command}\n\nsomething would be slow or wrong: {package} is broken"
+    return f"{remark}\n\nRun:\n  {command}\n\nsomething would be slow or wrong: a package is broken"
 
 
 def _last_line(diagnosis: Diagnosis) -> str:

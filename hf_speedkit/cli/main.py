@@ -43,11 +43,21 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 
 def main() -> None:
-    """Run the command line; a place that cannot be written to is told in one line, not in a traceback."""
+    """Run the command line; a place that cannot be written to and a broken package are told without a traceback."""
     try:
         app()
-    except OSError as error:
-        if error.errno not in _UNWRITABLE or error.filename is None:
+    except Exception as error:
+        said = _in_words(error)
+        if said is None:
             raise
-        typer.echo(f"{error.filename}: {error.strerror}\nMend it:  name a place that can be written to", err=True)
+        typer.echo(said, err=True)
         raise SystemExit(_WRONG_USE) from error
+
+
+def _in_words(error: Exception) -> str | None:
+    if isinstance(error, OSError) and error.errno in _UNWRITABLE and error.filename is not None:
+        return f"{error.filename}: {error.strerror}\nMend it:  name a place that can be written to"
+    from hf_speedkit.trainer.broken_installs import broken_install
+
+    broken = broken_install(error)
+    return None if broken is None else str(broken)

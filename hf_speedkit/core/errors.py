@@ -60,6 +60,10 @@ class HardwareError(SpeedkitError, RuntimeError):
     """The machine lacks what the job needs."""
 
 
+class InstallationError(SpeedkitError, ImportError):
+    """A package that is installed and cannot be imported."""
+
+
 class KernelAssertionError(SpeedkitError, RuntimeError):
     """A layer would run a slow, wrong or leaking implementation."""
 

@@ -123,7 +123,7 @@ def import_outcomes(
             version=version,
             detail=None if detail is None else _one_line(detail),
             parameters=None if parameters is None else tuple(parameters),
-            shadow=place if place is not None and not _is_of_the_package(place, package) else None,
+            shadow=place if place is not None and not is_of_the_package(place, package) else None,
         )
         for name, (status, detail, parameters, place) in results.items()
     }
@@ -159,7 +159,7 @@ def _distribution(package: str) -> metadata.Distribution | None:
     return None
 
 
-def _is_of_the_package(file: str, package: str) -> bool:
+def is_of_the_package(file: str, package: str) -> bool:
     """Whether a file lies where the package's distribution was installed, or is built in place (an editable one)."""
     found = _distribution(package)
     if found is None:

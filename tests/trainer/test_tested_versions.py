@@ -60,13 +60,14 @@ def test_attach_warns_once_and_goes_on(tmp_path, monkeypatch, caplog):
     assert "trl 9.9.0 (tested: 1.16)" in said[0]
 
 
-def test_an_import_that_fails_on_such_a_version_ends_with_the_range(tmp_path):
+def test_an_import_that_fails_on_such_a_version_names_the_range_and_ends_with_the_command(tmp_path):
     fake_distribution(tmp_path, "trl", "0.9.0")
     (tmp_path / "trl.py").write_text("")  # no SFTConfig in it
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import hf_speedkit; hf_speedkit.SpeedSFTConfig"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "cannot import name 'SFTConfig'" in done.stderr
-    assert "trl 0.9.0 (tested: 1.16)" in done.stderr.rstrip().splitlines()[-1]
+    assert "trl 0.9.0 (tested: 1.16)" in done.stderr
+    assert 'pip install --force-reinstall --no-deps "trl' in done.stderr.rstrip().splitlines()[-1]
 
 
 def test_python_is_judged_as_well(monkeypatch):
