@@ -90,5 +90,5 @@ def refuse_leaking_family(model_type: str) -> None:
         raise PackingError(
             f"packed rows of {model_type} models leak between documents",
             evidence=(reason, "measured on transformers 5.23; no kernel package changes it"),
-            mend="train this model with packing=False",
+            mend="train this model with packing=False and padding_free=False",
         )

@@ -37,8 +37,8 @@ class PackedCollator:
         first_position: position of every document's first token (some models do not count from 0).
         target_positions: also say which slots precede a target, for a model with `trainer.step.loss_head`.
         sliding_window: the model's, for counting the pairs inside it (FLOPs); None where it has none.
-        longest_segment: positions that a model with learned ones has, where it has: the empty rest of a row is then
-            several documents of padding.
+        longest_segment: where positions of the empty rest of a row matter, slots of its longest piece: a model's
+            learned positions, or those up to which a rotary embedding of the row's largest position stays as it is.
         vocabulary: rows of the model's embedding, where the ids of each row are to be looked at (20 us for 8,192
             slots); None where they were looked at before. On a GPU an unknown id ends in a device-side assert.
 

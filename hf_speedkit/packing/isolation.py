@@ -76,7 +76,7 @@ def isolation_error(report: IsolationReport) -> IsolationError:
             f"operations looked at: {', '.join(report.operations) or 'none could be told apart'}",
         ),
         mend="install the kernels that take document boundaries (`hf-speedkit doctor MODEL` names them), "
-        "or train this model with packing=False",
+        "or train this model with packing=False and padding_free=False",
     )
 
 

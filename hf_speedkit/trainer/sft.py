@@ -31,11 +31,10 @@ from hf_speedkit.trainer.data.inputs import (
     check_dataset,
     check_packing_request,
     check_pad_token,
-    check_vocabulary,
     embedding_rows,
     named_datasets,
 )
-from hf_speedkit.trainer.data.positions import check_lengths, learned_positions
+from hf_speedkit.trainer.data.positions import longest_padding, refuse_chunks
 from hf_speedkit.trainer.data.preparation import PreparedDatasets
 from hf_speedkit.trainer.kernel_callback import activation_dtype
 from hf_speedkit.trainer.memory.check import bits_of, require_memory
@@ -49,6 +48,7 @@ from hf_speedkit.trainer.proof.startup import StartupProof
 from hf_speedkit.trainer.ranks.stragglers import log_stragglers
 from hf_speedkit.trainer.sinks import JsonlSink
 from hf_speedkit.trainer.step.garbage import QuietGarbage
+from hf_speedkit.trainer.step.loss import DeviceMetrics
 from hf_speedkit.trainer.step.packed_layers import packed_layers, padded_attention
 from hf_speedkit.trainer.step.updates import FastUpdates
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback
@@ -131,16 +131,17 @@ class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
             peft_config=peft_config,
             formatting_func=formatting_func,
         )
-        for name, dataset in named_datasets(self.train_dataset, self.eval_dataset):
-            check_vocabulary(dataset, self.model, name)
-            check_lengths(dataset, self.model, name)
+        self.check_prepared()
         if self.packing_active or max(args.per_device_train_batch_size, args.per_device_eval_batch_size) > 1:
             check_pad_token(self._tokenizer.pad_token_id, self.model)
-        if self.packing_active:
+        if self.packing_active or args.padding_free:
             refuse_leaking_family(self.model.config.get_text_config().model_type)
-            # Vision-language classes deny it of their own loss, which is not used here; uncounted, an emptier row would
-            # weigh as much as a full one.
+            refuse_chunks(self.model.config, args.row_slots if self.packing_active else None)
+        if self.packing_active or type(self).compute_loss is DeviceMetrics.compute_loss:
+            # Vision-language classes deny it of their own loss, which is not used here; uncounted, an emptier row or
+            # micro-batch would weigh as much as a full one.
             self.model_accepts_loss_kwargs = True
+        if self.packing_active:
             self._padding_collator = self.data_collator
             self.own_head = self.use_loss_head()
             # TRL refuses a collator of one's own beside packing, so it takes its place afterwards.
@@ -150,7 +151,7 @@ class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
                     args.row_slots,
                     target_positions=self.own_head,
                     sliding_window=sliding_window(self.model),
-                    longest_segment=learned_positions(self.model),
+                    longest_segment=longest_padding(self.model),
                     vocabulary=embedding_rows(self.model) if self.stream is not None else None,
                 )
             )

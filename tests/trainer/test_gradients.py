@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 from support import tiny_hybrid, tiny_llama, tiny_tokenizer, tokenized
-from transformers import TrainerCallback
+from transformers import Phi3Config, Phi3ForCausalLM, TrainerCallback
 
 from hf_speedkit import PackedBatchSampler, SpeedSFTConfig, SpeedSFTTrainer
 
@@ -95,6 +95,49 @@ def relative_error(found, expected):
 def test_v25_the_gradient_is_that_of_the_documents_alone_for_every_split(tmp_path, build, split):
     expected = one_at_a_time(build(), tokenized(LENGTHS))
     assert relative_error(packed_step(tmp_path, build, split), expected) <= 1e-5
+
+
+def tiny_longrope():
+    """Beyond 12 positions all documents of a row are turned by other frequencies: here only padding could get there."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [8.0] * 8}
+    return Phi3ForCausalLM(
+        Phi3Config(
+            **sizes, vocab_size=64, num_key_value_heads=1, pad_token_id=0, eos_token_id=1, initializer_range=0.2,
+            rope_parameters={**rope, "original_max_position_embeddings": 12}, max_position_embeddings=64,
+            original_max_position_embeddings=12,
+        )
+    )  # fmt: skip
+
+
+def test_v25_padding_changes_no_frequency_of_a_documents_positions(tmp_path):
+    expected = one_at_a_time(tiny_longrope(), tokenized(LENGTHS))
+    assert relative_error(packed_step(tmp_path, tiny_longrope, "4x1"), expected) <= 1e-5
+
+
+def without_loss_arguments():
+    """As most vision-language classes are, of whose own loss that is true."""
+    model = tiny_llama()
+    model.accepts_loss_kwargs = False
+    return model
+
+
+@pytest.mark.parametrize("padding_free", [False, True], ids=["padded", "padding_free"])
+@pytest.mark.parametrize("build", [tiny_llama, without_loss_arguments])
+def test_v25_the_gradient_of_rows_that_are_not_packed_is_that_of_the_documents_alone(tmp_path, build, padding_free):
+    recorder, rows = GradientRecorder(), tokenized(LENGTHS)
+    args = SpeedSFTConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, max_steps=1, max_grad_norm=0.0, packing=False,
+        padding_free=padding_free, max_length=None, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        activation_checkpointing=False, save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = SpeedSFTTrainer(
+        build(), args, train_dataset=rows, processing_class=tiny_tokenizer(), callbacks=[recorder]
+    )
+    trainer.train()
+    assert relative_error(recorder.gradient, one_at_a_time(build(), rows)) <= 1e-5
+    assert (trainer.startup.isolation is not None) is padding_free
 
 
 @pytest.mark.parametrize("attention", ["auto", "keep"])

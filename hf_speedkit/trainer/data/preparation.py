@@ -19,7 +19,14 @@ from hf_speedkit.packing.stream import PackedStream
 from hf_speedkit.packing.stream_source import share_of_rank
 from hf_speedkit.trainer.config import SpeedSFTConfig
 from hf_speedkit.trainer.data.conversation_checks import SAMPLE_ROWS
-from hf_speedkit.trainer.data.inputs import check_dataset, refuse_packed_evaluation, with_template_kwargs
+from hf_speedkit.trainer.data.inputs import (
+    check_dataset,
+    check_vocabulary,
+    named_datasets,
+    refuse_packed_evaluation,
+    with_template_kwargs,
+)
+from hf_speedkit.trainer.data.positions import check_lengths
 from hf_speedkit.trainer.data.raw_rows import answered, checked_stream, columns_of, formatted, is_pair, one_format
 from hf_speedkit.trainer.data.templates import MaskCheck, TemplateChecks, log_example
 from hf_speedkit.trainer.ranks.agreement import agree
@@ -113,6 +120,17 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
             yield
         finally:
             self.completion_only_loss = former
+
+    def check_prepared(self) -> None:
+        """Refuse tokens, labels and lengths that the model has nothing for.
+
+        Raises:
+            DatasetError, PackingError: see `check_vocabulary` and `check_lengths`.
+        """
+        for name, dataset in named_datasets(self.train_dataset, self.eval_dataset):
+            check_vocabulary(dataset, self.model, name)
+            packed = self.args.packing if dataset is self.train_dataset else self._eval_is_packed()
+            check_lengths(dataset, self.model, name, packed=packed or self.args.padding_free)
 
     def _require_end_token(self) -> None:
         if self._tokenizer.eos_token is None:

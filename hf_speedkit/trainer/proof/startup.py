@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from transformers import IntervalStrategy, TrainerControl, TrainerState, TrainingArguments
 
-from hf_speedkit.core.errors import PackingError
+from hf_speedkit.core.errors import PackingError, SpeedkitError
 from hf_speedkit.core.records import Finding, IsolationReport, KernelCheck
 from hf_speedkit.kernels.fla_convolution import through_fla
 from hf_speedkit.kernels.inspection import assert_kernels, check_kernels
@@ -19,7 +20,7 @@ from hf_speedkit.packing.boundaries import check_packed_batch
 from hf_speedkit.packing.isolation import assert_isolation
 from hf_speedkit.trainer.before_loading import loading_settings
 from hf_speedkit.trainer.data.resume import compare_documents, data_of_rank, padded_order, refuse_ranks_apart
-from hf_speedkit.trainer.kernel_callback import activation_dtype
+from hf_speedkit.trainer.kernel_callback import activation_dtype, packed_slots
 from hf_speedkit.trainer.metrics.saved_totals import load_totals
 from hf_speedkit.trainer.proof.first_step import FirstStep
 from hf_speedkit.trainer.proof.head_proof import probe_tokens, prove_loss_head
@@ -118,17 +119,28 @@ class StartupProof(FirstStep):
             said: list[str] = []
             self.checks = agree(lambda: self._kernels(said.append))
             say_once(logger.warning, said)
-        if not self._trainer.packing_active:
-            self._prove_head(None)
-            return
-        batch = agree(self.probe_batch)
+        packed = self._trainer.packing_active
+        batch = agree(self.probe_batch) if packed else None
         self._prove_head(batch)
-        if self._trainer.args.isolation_check:
+        if not packed and self._trainer.args.padding_free:
+            batch = agree(self.flattened_batch)
+        if batch is not None and self._trainer.args.isolation_check:
             # The Trainer (transformers 5.23, trainer.py:2072) does so only at the first step, and `from_pretrained`
             # gives evaluation mode, in which nothing is checkpointed: the probe would hold every layer's activations.
             with self._timed("isolation"), in_mode(self._trainer.model_wrapped, training=True):
-                self.isolation = agree(lambda: assert_isolation(self._trainer.model_wrapped, batch))
+                self.isolation = agree(lambda: self._isolation(batch))
             logger.info("isolation proven on %d packed documents", self.isolation.documents)
+
+    def _isolation(self, batch: dict[str, Any]) -> IsolationReport:
+        try:
+            return assert_isolation(self._trainer.model_wrapped, batch)
+        except ValueError as error:  # transformers' functions without kernels; packed rows get references instead
+            if self._trainer.packing_active or isinstance(error, SpeedkitError):
+                raise
+            raise PackingError(
+                f"padding_free puts documents into one row, and a layer cannot keep them apart: {error}",
+                mend="packing=True, or padding_free=False",
+            ) from error
 
     def _prove_head(self, batch: dict[str, Any] | None) -> None:
         trainer = self._trainer
@@ -162,7 +174,7 @@ class StartupProof(FirstStep):
         mode: Any = trainer.kernel_mode
         if mode == "off":
             return ()
-        slots = trainer.args.row_slots if trainer.packing_active else None
+        slots = trainer.args.row_slots if trainer.packing_active else packed_slots(trainer.args)
         if mode == "report":
             return check_kernels(trainer.model, tokens_per_batch=slots, liger=trainer.args.use_liger_kernel)
         checks = check_kernels(
@@ -183,6 +195,14 @@ class StartupProof(FirstStep):
         prepared: dict[str, Any] = self._trainer._prepare_inputs(batch)
         check_packed_batch(prepared)
         return prepared
+
+    def flattened_batch(self) -> dict[str, Any]:
+        """Three documents as TRL's padding-free collator puts them into one row, whatever the batch size."""
+        trainer = self._trainer
+        rows = [row for row in islice(trainer.train_dataset, 64) if len(row["input_ids"]) > 1][:3]
+        batch: dict[str, Any] = trainer._prepare_inputs(trainer.data_collator((rows * 3)[:3]))
+        check_packed_batch(batch)
+        return batch
 
     def _rows(self) -> list[dict[str, Any]]:
         """Documents of one real row, two or more; the loader is not touched."""

@@ -174,7 +174,10 @@ def _tie(model: Any) -> tuple[bool, bool]:
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     if inputs is None or outputs is None or hasattr(model, "peft_config"):
         return False, False  # adapters put modules of their own in between
-    return bool(model.config.get_text_config().tie_word_embeddings), inputs.weight is outputs.weight
+    config = model.config.get_text_config()
+    if not hasattr(config, "tie_word_embeddings"):  # Qwen2.5-VL: only the whole one has it
+        config = model.config
+    return bool(config.tie_word_embeddings), inputs.weight is outputs.weight
 
 
 def _checkpointed_twice(model: Any) -> int:

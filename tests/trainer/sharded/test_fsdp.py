@@ -190,6 +190,20 @@ def test_torch_before_2_13_trains_on_after_an_evaluation_and_a_checkpoint(ranks)
         assert said["older torch"] == pytest.approx(said["losses"][:3], abs=1e-5)
 
 
+def test_v42_the_whole_config_says_whether_weights_are_tied_where_that_of_the_text_does_not():
+    """Qwen2.5-VL's: every training ended in an AttributeError."""
+    from types import SimpleNamespace
+
+    from hf_speedkit.trainer.sharded.prepared import _tie
+
+    model = tiny_llama()
+    text = SimpleNamespace()
+    model.config = SimpleNamespace(tie_word_embeddings=True, get_text_config=lambda: text)
+    assert _tie(model) == (True, False)
+    text.tie_word_embeddings = False
+    assert _tie(model) == (False, False)
+
+
 def test_v42_untied_weights_are_refused_and_tied_ones_pass(tmp_path):
     model = tiny_hybrid(tie_word_embeddings=True)
     assert refused(tmp_path / "tied", model=model, max_steps=1, isolation_check=False) is None
