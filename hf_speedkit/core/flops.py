@@ -64,8 +64,9 @@ class ModelFlops:
         per_pair: attention, per (query, key) pair, summed over the layers without a window.
         per_pair_in_window: the same of layers with a sliding window, by window size.
         adapter_per_token: trained low-rank adapters beside frozen linear maps.
-        frozen: the weights of layers and head are not trained.
-        head_trained: the head's are all the same (LoRA with modules_to_save=["lm_head"]).
+        frozen: the weights of the layers are not trained.
+        head_trained: whether the head's are (LoRA with modules_to_save=["lm_head"]; frozen embeddings tied to it);
+            None: as those of the layers.
         head_on: whether the head runs on every real token or on target tokens only (TRL's fused head, and ours).
         head_again: whether backward makes the head's product once more, as TRL's fused head does.
         causal: count the pairs a causal mask leaves; False counts all L x L, which eager attention computes.
@@ -81,7 +82,7 @@ class ModelFlops:
     per_pair_in_window: tuple[tuple[int, float], ...] = ()
     adapter_per_token: float = 0.0
     frozen: bool = False
-    head_trained: bool = False
+    head_trained: bool | None = None
     head_on: Head = "real"
     head_again: bool = False
     causal: bool = True
@@ -168,7 +169,8 @@ class ModelFlops:
 
     def _training(self, tokens: int, squared: int, target: int) -> float:
         passes = 2 if self.frozen else 3
-        head_passes = 2 if self.frozen and not self.head_trained else 3
+        head_trained = not self.frozen if self.head_trained is None else self.head_trained
+        head_passes = 3 if head_trained else 2
         head_tokens = tokens if self.head_on == "real" else target
         return (
             passes * self.linear_per_token * tokens
@@ -184,7 +186,7 @@ def model_flops(
     head_on: Head = "real",
     causal: bool = True,
     frozen: bool = False,
-    head_trained: bool = False,
+    head_trained: bool | None = None,
     adapter_parameters: int = 0,
     layers: Collection[int] | None = None,
 ) -> ModelFlops | None:

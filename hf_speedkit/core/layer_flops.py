@@ -41,10 +41,13 @@ class Family:
     one_block: bool = False
 
 
-_PLAIN = ("llama", "mistral", "qwen2", "qwen3", "cohere2", "gemma", "granite", "ministral", "phi3", "smollm3")
+_PLAIN = (
+    "llama", "mistral", "qwen2", "qwen3", "cohere2", "gemma", "granite", "ministral", "phi3", "smollm3",
+    "ernie4_5", "glm", "ministral3", "olmo", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text",
+)  # fmt: skip
 _NORM_AFTER = ("gemma2", "gemma3_text", "olmo2", "olmo3", "exaone4", "glm4")
 _TWO_MAPS = ("arcee", "nemotron", "starcoder2")
-_SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "granitemoe", "olmoe")
+_SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "gpt_oss", "granitemoe", "olmoe")
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {

@@ -183,3 +183,24 @@ def refuse_split_rows(parallel: object, environment: Mapping[str, str] | None = 
             evidence=(f"the parallelism_config has {', '.join(on)}",),
             mend="set cp_size, sp_size and tp_size to 1, or packing=False",
         )
+
+
+def refuse_split_model(model: object, loading: Mapping[str, object] | None) -> None:
+    """Refuse a model that transformers spreads over ranks by tensor parallelism: those ranks need the same row.
+
+    Args:
+        model: a model, or the name of one.
+        loading: `model_init_kwargs`, with which a name is loaded.
+
+    Raises:
+        ConfigurationError: names what spreads it.
+    """
+    asked = [name for name in ("tp_plan", "tp_size", "distributed_config") if (loading or {}).get(name)]
+    size = int(getattr(model, "_tp_size", None) or 1)  # transformers 5.23, distributed/mixin.py:318
+    if size > 1 or (asked and isinstance(model, str)):
+        raise ConfigurationError(
+            "packed rows need every rank to itself, and the model is spread over ranks by tensor parallelism: each of "
+            "them would work on another row",
+            evidence=(f"the model was loaded for {size} ranks" if size > 1 else f"model_init_kwargs: {asked[0]}",),
+            mend="load it without tp_plan and shard it by FSDP2 (accelerate_configs/fsdp2.yaml), or set packing=False",
+        )

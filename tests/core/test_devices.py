@@ -17,7 +17,7 @@ from hf_speedkit.core.devices import DEVICES, bandwidth_gb_per_s, find_device, p
         ("NVIDIA B200", 2250.0, 8000),
         ("NVIDIA GB200", 2500.0, 8000),
         ("NVIDIA B300 SXM6 AC", 2250.0, 8000),
-        ("NVIDIA GB300", 2450.0, 8000),
+        ("NVIDIA GB300", 2500.0, 8000),
         ("NVIDIA A100-SXM4-80GB", 312.0, 2039),
         ("A100-SXM4-40GB", 312.0, 1555),
         ("NVIDIA L40S", 362.05, 864),

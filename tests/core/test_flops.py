@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_speedkit.core.flops import LAYER_PARTS, REENTRANT_PARTS, ModelFlops, model_flops
 from hf_speedkit.core.layer_flops import FAMILIES
@@ -43,6 +43,8 @@ DELTA_RULE = {
 MAMBA2 = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_d_conv": 4, "mamba_expand": 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+THREE_POSITIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+IMAGE_TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32}
 SHARED = {"shared_expert_intermediate_size": 8}
 MORE = {
     "mistral": {"sliding_window": 64},
@@ -57,6 +59,11 @@ MORE = {
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {**EXPERTS, **SHARED},
     "qwen3_moe": {**EXPERTS, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]},
+    "qwen2_vl_text": THREE_POSITIONS,
+    "qwen2_5_vl_text": THREE_POSITIONS,
+    "qwen3_vl_text": {**THREE_POSITIONS, "head_dim": 8},
+    "qwen3_vl_moe_text": {**THREE_POSITIONS, **EXPERTS, "head_dim": 8},
+    "ministral3": {"head_dim": 16},
     "qwen3_5_text": {**DELTA_RULE, "head_dim": 16},
     "qwen3_5_moe_text": {**DELTA_RULE, **EXPERTS, **SHARED},
     "qwen3_next": {**DELTA_RULE, **EXPERTS, **SHARED, "decoder_sparse_step": 1, "mlp_only_layers": [0]},
@@ -86,12 +93,15 @@ MORE = {
 
 
 def tiny(family, **more):
-    config = CONFIG_MAPPING[family](**{**SIZES, **MORE.get(family, {}), **more})
+    composed = family.removesuffix("_text") if "_vl_" in family else None  # no model without its image tower
+    values = {**SIZES, **MORE.get(family, {}), **more}
+    config = CONFIG_MAPPING[composed](text_config=values, vision_config=IMAGE_TOWER) if composed else None
+    config = CONFIG_MAPPING[family](**values) if config is None else config
     config._attn_implementation = "eager"
     if FAMILIES[family].sparse:
         config._experts_implementation = "eager"
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config)
+    return (AutoModelForImageTextToText if composed else AutoModelForCausalLM).from_config(config)
 
 
 def without_recurrence(model, monkeypatch):

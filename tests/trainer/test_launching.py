@@ -1,5 +1,7 @@
 """What is told to accelerate through the environment, for launchers that do not."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from hf_speedkit.core.errors import ConfigurationError, HardwareError
@@ -7,6 +9,7 @@ from hf_speedkit.trainer.launching import (
     announce_sharding,
     refuse_lost_fp8,
     refuse_optimizer,
+    refuse_split_model,
     refuse_split_rows,
     warn_of_first_fsdp,
 )
@@ -78,6 +81,17 @@ def test_v05_rows_that_the_launcher_would_split_are_refused(name):
         refuse_split_rows(None, launched)
     refuse_split_rows(None, {**launched, "ACCELERATE_USE_PARALLELISM_CONFIG": "false"})
     refuse_split_rows(None, {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "8"})
+
+
+@pytest.mark.parametrize(
+    ("model", "loading"),
+    [(SimpleNamespace(_tp_size=2), None), ("org/model", {"tp_plan": "auto"}), ("org/model", {"distributed_config": 1})],
+    ids=["loaded so", "plan", "distributed_config"],
+)
+def test_v05_a_model_that_is_spread_by_tensor_parallelism_gets_no_packed_rows(model, loading):
+    with pytest.raises(ConfigurationError, match="tensor parallelism"):
+        refuse_split_model(model, loading)
+    refuse_split_model(SimpleNamespace(_tp_size=None), {"dtype": "bfloat16"})
 
 
 def test_fp8_that_the_settings_turned_into_bf16_is_refused(monkeypatch, tmp_path):

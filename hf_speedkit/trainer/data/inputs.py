@@ -16,6 +16,7 @@ from hf_speedkit.packing.document_columns import blocks
 from hf_speedkit.packing.row_rules import OTHER_MASKS, READ_MASKS
 from hf_speedkit.trainer.data.raw_rows import check_raw_rows, columns_of, is_pair
 from hf_speedkit.trainer.data.streaming import check_stream_settings
+from hf_speedkit.trainer.launching import refuse_split_model
 
 if TYPE_CHECKING:
     from hf_speedkit.trainer.config import SpeedSFTConfig
@@ -157,6 +158,7 @@ def check_packing_request(
             "a data_collator of your own cannot be used with packing: it would replace the packed rows",
             mend="leave data_collator out, or set packing=False",
         )
+    refuse_split_model(model, args.model_init_kwargs)
     for name, dataset in named_datasets(train_dataset, eval_dataset):
         if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
             raise DatasetError(

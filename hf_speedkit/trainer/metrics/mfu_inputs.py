@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,7 +69,8 @@ class RecomputedFlops:
         model: the model as it trains.
         flops: its FLOPs; the head is taken from here.
         parts: what a checkpointed layer computes again. None: from how checkpointing is set, which tells unless a
-            policy of one's own (`context_fn`) keeps some of it; then nothing is claimed.
+            policy of one's own (`context_fn`) keeps some of it, or DoRA makes products that are no model's; then
+            nothing is claimed.
     """
 
     def __init__(self, model: torch.nn.Module, flops: ModelFlops, parts: Collection[Part] | None) -> None:
@@ -105,7 +106,8 @@ class RecomputedFlops:
         config = self._model.config.get_text_config()  # type: ignore[operator, union-attr]
         known = config.num_hidden_layers == len(checkpointed)
         self._of_layers = flops_of(self._model, layers=indices) if known else None
-        self._recomputed = self._parts if self._parts is not None else recomputed_parts(self._layers[indices[0]])
+        own = None if _has_dora(self._model) else recomputed_parts(self._layers[indices[0]])
+        self._recomputed = self._parts if self._parts is not None else own
         self._at_ends = 0.0
         if known and self._parts is None and self._recomputed == LAYER_PARTS:
             self._at_ends = sum(
@@ -116,9 +118,9 @@ class RecomputedFlops:
 def flops_of(model: torch.nn.Module, *, layers: Sequence[int] | None = None) -> ModelFlops | None:
     """FLOPs of a transformers model, LoRA included; None for a family or a way of training that is not known.
 
-    The head is counted on every real token, as transformers' own forward computes it. LoRA is known beside linear maps
-    from the first layer on; the gradient of the first layer's input is counted as if it were needed, as it is under
-    activation checkpointing.
+    The head is counted on every real token, as transformers' own forward computes it. Frozen embeddings, norms and
+    towers for images are known, and LoRA beside linear maps from the first layer on; the gradient of the first layer's
+    input is counted as if it were needed, as it is under activation checkpointing.
 
     Args:
         model: the model.
@@ -127,29 +129,51 @@ def flops_of(model: torch.nn.Module, *, layers: Sequence[int] | None = None) -> 
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "to_dict"):
         return None
-    if all(parameter.requires_grad for parameter in model.parameters()):
-        return _with_its_head(model_flops(config.to_dict(), layers=layers), model)
+    adapted: Any = model
+    head, inputs = adapted.get_output_embeddings(), adapted.get_input_embeddings()
+    of_head, looked_up = (set() if place is None else set(map(id, place.parameters())) for place in (head, inputs))
+    products = dict(_products(model))
+    if all(weight.requires_grad for name, weight in products.items() if id(weight) not in of_head | looked_up):
+        head_trained = all(weight.requires_grad for weight in products.values() if id(weight) in of_head)
+        return _with_its_head(model_flops(config.to_dict(), head_trained=head_trained, layers=layers), model)
     if not _is_lora(model):
         return None  # some weights are frozen, and which gradients that saves depends on where they are
-    parts = [model] if layers is None else [decoder_layers(model)[index] for index in layers]
-    adapted: Any = model
-    head = adapted.get_output_embeddings()
-    whole = {id(weight) for place in (head, adapted.get_input_embeddings()) for weight in _trained_whole(place)}
+    if layers is not None:
+        found = decoder_layers(model)
+        counted = {id(weight) for index in layers for weight in found[index].parameters()}
+        products = {name: weight for name, weight in products.items() if id(weight) in counted}
+    whole = {id(weight) for place in (head, inputs) for weight in _trained_whole(place)}
     maps = [
         weight
-        for part in parts
-        for name, weight in part.named_parameters()
-        # A vector (a norm, a bias, DoRA's magnitudes) is no product, and an embedding's rows are looked up.
-        if weight.requires_grad and weight.dim() > 1 and id(weight) not in whole and "lora_embedding_A" not in name
+        for name, weight in products.items()
+        if weight.requires_grad and id(weight) not in whole and "lora_embedding_A" not in name  # its rows are looked up
     ]
-    found = model_flops(
+    flops = model_flops(
         config.to_dict(),
         frozen=True,
         head_trained=bool(_trained_whole(head)),
         adapter_parameters=sum(weight.numel() for weight in maps),
         layers=layers,
     )
-    return _with_its_head(found, model)
+    return _with_its_head(flops, model)
+
+
+def _products(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The weights that text is multiplied with, by name. A vector (a norm, a bias, DoRA's magnitudes) is no product,
+    and in a composed model text does not run through the towers of images and sound, nor their projections."""
+    whole = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = getattr(whole, getattr(whole, "base_model_prefix", None) or "_", None)
+    others = set() if inner is None else set(map(id, inner.parameters()))
+    others -= set(map(id, _text_decoder(model).parameters()))
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1 and id(weight) not in others:
+            yield name, weight
+
+
+def _text_decoder(model: Any) -> Any:
+    """The part of a transformers model that text runs through."""
+    find = getattr(model, "get_decoder", None)
+    return model if find is None else find()
 
 
 def _with_its_head(flops: ModelFlops | None, model: Any) -> ModelFlops | None:
@@ -179,6 +203,11 @@ def _is_lora(model: Any) -> bool:
     return any(parameter.requires_grad for part in reached for parameter in part.parameters())
 
 
+def _has_dora(model: Any) -> bool:
+    """Whether adapters compute the norms of their sums of weights, once a pass however many tokens there are (DoRA)."""
+    return any(getattr(one, "use_dora", False) for one in (getattr(model, "peft_config", None) or {}).values())
+
+
 def _trained_whole(place: Any) -> list[torch.nn.Parameter]:
     """The trained copy of an embedding or head that stands in for it (peft's modules_to_save)."""
     if place is None:
@@ -194,10 +223,10 @@ def sliding_window(model: torch.nn.Module) -> int | None:
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The layers that can be checkpointed, first layer first; FSDP's wrapper stands for the layer inside."""
+    """The layers of text that can be checkpointed, first layer first; FSDP's wrapper stands for the layer inside."""
     found: list[torch.nn.Module] = []
     inside: set[int] = set()
-    for module in model.modules():
+    for module in _text_decoder(model).modules():
         if isinstance(module, (CheckpointWrapper, GradientCheckpointingLayer)) and id(module) not in inside:
             found.append(module)
             inside.update(map(id, module.modules()))

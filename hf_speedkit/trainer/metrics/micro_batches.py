@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from transformers import TrainingArguments
 
 from hf_speedkit.core.records import NO_TOKENS, TokenCounts
@@ -28,13 +29,23 @@ device's memory (five scalars of 512 B, the least an allocation takes)."""
 _UNKNOWN = TokenCounts(slots=0, real=None, target=None, documents=None)
 
 
+def parallel_size(args: TrainingArguments, axis: str) -> int:
+    """Ranks along an axis of accelerate's ParallelismConfig ("tp", "cp", "sp"), which the launcher may have set."""
+    config = getattr(args, "parallelism_config", None) or AcceleratorState._shared_state.get("parallelism_config")
+    return int(getattr(config, f"{axis}_size", None) or 1)
+
+
 def ranks_on_one_batch(args: TrainingArguments, model: torch.nn.Module) -> int:
     """How many ranks see the same batch: those of one tensor-parallel group.
 
     Accelerate lays such a group over neighbouring ranks (parallelism_config.py:267, "tp" last).
     """
-    config = getattr(args, "parallelism_config", None)
-    return int(getattr(model, "_tp_size", None) or getattr(config, "tp_size", None) or 1)
+    return int(getattr(model, "_tp_size", None) or parallel_size(args, "tp"))
+
+
+def ranks_on_one_row(args: TrainingArguments) -> int:
+    """Over how many ranks the positions of one row are spread (context or sequence parallelism)."""
+    return parallel_size(args, "cp") * parallel_size(args, "sp")
 
 
 def counts_its_batch(args: TrainingArguments, model: torch.nn.Module) -> bool:
@@ -51,9 +62,11 @@ class MicroBatchCounter:
     Args:
         own_batch: False where another rank counts the same batch (`counts_its_batch`): its tokens are zero here.
         new_rows: tells which rows of a batch accelerate has not repeated; None: no one has.
+        cut: this rank sees a part of each row (`ranks_on_one_row`).
     """
 
-    def __init__(self, *, own_batch: bool = True, new_rows: NewRows | None = None) -> None:
+    def __init__(self, *, own_batch: bool = True, new_rows: NewRows | None = None, cut: bool = False) -> None:
+        self._cut = cut
         self._own_batch = own_batch
         self._new_rows = new_rows
         self.current = Observation()
@@ -69,7 +82,11 @@ class MicroBatchCounter:
         """The counter of one rank of a training run."""
         return cls(
             own_batch=counts_its_batch(args, model),
-            new_rows=NewRows(args, dataloader, shared_by=ranks_on_one_batch(args, model)),
+            # With sequence parallelism every rank draws batches of its own and the ranks share them out afterwards.
+            new_rows=None
+            if parallel_size(args, "sp") > 1
+            else NewRows(args, dataloader, shared_by=ranks_on_one_batch(args, model) * ranks_on_one_row(args)),
+            cut=ranks_on_one_row(args) > 1,
         )
 
     @property
@@ -94,7 +111,7 @@ class MicroBatchCounter:
             counting: whether a training step is under way; start-up probes and evaluation are not.
             window: sliding window whose pairs are to be counted.
         """
-        rule = LabelRule.of(model, window)
+        rule = LabelRule.of(model, window, cut=self._cut)
         one_at_a_time = threading.Lock()  # DataParallel calls its replicas in threads
 
         def look(module: torch.nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

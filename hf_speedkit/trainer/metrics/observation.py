@@ -104,18 +104,20 @@ class LabelRule:
         shifted: the output at a position is compared with the next label, as in a causal language model.
         encoder_decoder: labels belong to a decoder's positions, which come on top of the encoder's.
         window: sliding window whose pairs are to be counted.
+        cut: rows are cut over ranks (context or sequence parallelism): a document may be longer than what is seen.
     """
 
     shifted: bool = True
     encoder_decoder: bool = False
     window: int | None = None
+    cut: bool = False
 
     @classmethod
-    def of(cls, model: torch.nn.Module, window: int | None = None) -> LabelRule:
+    def of(cls, model: torch.nn.Module, window: int | None = None, *, cut: bool = False) -> LabelRule:
         """The rule of a transformers model; a causal language model's for anything else."""
         encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
         shifted = not encoder_decoder and getattr(model, "loss_type", None) not in _UNSHIFTED
-        return cls(shifted=shifted, encoder_decoder=encoder_decoder, window=window)
+        return cls(shifted=shifted, encoder_decoder=encoder_decoder, window=window, cut=cut)
 
 
 def count_batch(
@@ -169,8 +171,12 @@ def count_batch(
     pairs = 0 if "window_pairs" in on_device else _pairs_in_window(shape, squared, lengths, rule)
     if torch.is_tensor(pairs):
         on_device["window_pairs"], pairs = pairs, 0
+    if rule.cut:
+        documents = squared = pairs = None
+        for name in ("documents", "squared_lengths", "window_pairs"):
+            on_device.pop(name, None)
     labels: Any = keywords.get("labels")
-    target = _targets(labels, rule)
+    target = _targets(labels, keywords.get("shift_labels"), rule)
     if target is not None:
         on_device["target"] = target
     if rule.encoder_decoder:
@@ -249,9 +255,15 @@ def _by_positions(positions: torch.Tensor, window: int | None) -> dict[str, torc
     return {name: torch.where(known, value, _UNKNOWN_COUNT) for name, value in counts.items()}
 
 
-def _targets(labels: Any, rule: LabelRule) -> torch.Tensor | None:
-    """Number of labels that enter the loss, on the device; None where labels are not one per position."""
-    if not torch.is_tensor(labels) or labels.dim() != 2 or labels.is_floating_point():
+def _targets(labels: Any, shifted: Any, rule: LabelRule) -> torch.Tensor | None:
+    """Number of labels that enter the loss, on the device; None where labels are not one per position.
+
+    Where they were shifted before the row was cut, those count: of a part's own labels the first may have its output
+    on another rank.
+    """
+    if torch.is_tensor(shifted) and shifted.dim() == 2:
+        return shifted.ne(IGNORED_LABEL).sum()
+    if rule.cut or not torch.is_tensor(labels) or labels.dim() != 2 or labels.is_floating_point():
         return None
     counted = labels[:, 1:] if rule.shifted else labels
     return counted.ne(IGNORED_LABEL).sum()

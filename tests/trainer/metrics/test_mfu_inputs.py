@@ -10,7 +10,15 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification, Qwen3Model
+from transformers import (
+    CLIPVisionConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
+    Qwen3Model,
+)
 
 from hf_speedkit.core.flops import LAYER_PARTS, model_flops
 from hf_speedkit.core.records import TokenCounts
@@ -181,6 +189,73 @@ def test_what_lora_trains_besides_its_maps_costs_what_the_counter_sees(also, mon
 )
 def test_ways_of_training_that_the_formula_does_not_know_have_no_flops(model):
     assert flops_of(model()) is None
+
+
+def with_image_tower():
+    """A composed model: CLIP, a projection, and the text model of `tiny`."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = LlavaConfig(
+        text_config=tiny().config, vision_config=CLIPVisionConfig(**sizes, image_size=28, patch_size=14)
+    )
+    config._attn_implementation = "eager"
+    return LlavaForConditionalGeneration(config).train()
+
+
+def frozen(*names):
+    def freeze(model):
+        for name, weight in model.named_parameters():
+            weight.requires_grad_(not any(part in name for part in names))
+
+    return freeze
+
+
+def lora_everywhere(model):
+    model.requires_grad_(False)
+    for name, linear in list(model.named_modules()):
+        if isinstance(linear, torch.nn.Linear) and name != "lm_head":
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, Adapter(linear))
+    model.enable_input_require_grads()
+    model.peft_config = {"default": SimpleNamespace(peft_type="LORA")}
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        frozen(),
+        frozen("vision_tower"),
+        frozen("vision_tower", "projector", "embed_tokens", "post_attention_layernorm"),
+        frozen("lm_head"),
+        lora_everywhere,
+    ],
+    ids=["all trained", "tower frozen", "embeddings and norms frozen", "head frozen", "lora everywhere"],
+)
+def test_v71_text_costs_a_composed_model_what_the_counter_sees(change, checkpointed, monkeypatch):
+    monkeypatch.setattr("hf_speedkit.trainer.metrics.mfu_inputs.model_flops", partial(model_flops, causal=False))
+    model = with_image_tower()
+    change(model)
+    if checkpointed:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    flops = flops_of(model)
+    assert counted(model) == flops.training([TOKENS]) + RecomputedFlops(model, flops, None)(COUNTS)
+
+
+def test_a_frozen_embedding_that_is_the_head_as_well_has_no_gradient_of_the_head(monkeypatch):
+    monkeypatch.setattr("hf_speedkit.trainer.metrics.mfu_inputs.model_flops", partial(model_flops, causal=False))
+    config = tiny().config
+    config.tie_word_embeddings = True
+    model = Qwen3ForCausalLM(config)
+    model.model.embed_tokens.weight.requires_grad_(False)
+    assert counted(model) == flops_of(model).training([TOKENS])
+
+
+def test_doras_norms_of_weights_are_nothing_that_hfu_knows():
+    model = lora(use_dora=True)
+    assert RecomputedFlops(model, flops_of(model), None)(COUNTS) == 0
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    assert RecomputedFlops(model, flops_of(model), None)(COUNTS) is None
 
 
 def test_only_the_adapters_of_checkpointed_layers_are_counted():

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from plain_trainer import documents, pad, tiny_llama
 from transformers import (
     BertConfig,
@@ -215,6 +216,33 @@ def test_one_rank_of_a_tensor_parallel_group_counts_the_batch(rank, tensor_paral
     counter.end_step(1, excluded=None)
     ((_, step),) = counter.take()
     assert step.tokens.slots == (8 if own else 0)
+
+
+def test_v71_rows_cut_over_ranks_have_no_document_lengths_and_targets_that_were_shifted_before():
+    """Context parallelism: this rank sees the second half of two rows, whose label to come is on the next rank."""
+    seen = {
+        "input_ids": ids(2, 4),
+        "position_ids": torch.tensor([[4, 5, 6, 7]] * 2),
+        "attention_mask": ids(2, 4) * 0 + 1,
+    }
+    labels = {"labels": torch.tensor([[-100, 5, 6, 7]] * 2)}
+    counts = counted({**seen, **labels}, LabelRule(cut=True, window=2))
+    assert counts == TokenCounts(slots=8, real=8, target=None, documents=None, squared_lengths=None)
+    shifted = {"shift_labels": torch.tensor([[5, 6, 7, 8]] * 2)}
+    assert counted({**seen, **labels, **shifted}, LabelRule(cut=True)).target == 8
+
+
+@pytest.mark.parametrize(
+    ("sizes", "together", "cut"), [({"tp": 2}, 2, False), ({"cp": 2, "tp": 2}, 4, True), ({"sp": 2}, None, True)]
+)
+@pytest.mark.parametrize("launched", [False, True])
+def test_axes_that_are_not_data_parallel_share_a_batch_or_a_row(sizes, together, cut, launched, monkeypatch):
+    config = SimpleNamespace(**{f"{axis}_size": size for axis, size in sizes.items()})
+    monkeypatch.setitem(AcceleratorState._shared_state, "parallelism_config", config if launched else None)
+    args = SimpleNamespace(process_index=5, world_size=8, parallelism_config=None if launched else config)
+    counter = MicroBatchCounter.of(args, torch.nn.Linear(1, 1), None)
+    assert counter._cut is cut
+    assert (None if counter._new_rows is None else counter._new_rows._ranks) == (together and 8 // together)
 
 
 def probed(model, probe=None):
