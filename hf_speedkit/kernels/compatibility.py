@@ -7,7 +7,7 @@ row speaks of is unknown, never "ok": the probe on the device decides then.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
 
@@ -36,6 +36,10 @@ class Stack:
         python: interpreter version.
         cuda: CUDA version that torch was built for; None for a build without CUDA.
         nvcc: whether a CUDA compiler was found.
+        amd: architecture of an AMD GPU ("gfx90a"), whose capability has the numbers of a Hopper; None for others.
+        unused: distributions that are installed and that fla is told by its switches not to use.
+        variables: environment variables that a row looks at and that are set.
+        torch_lacks: architectures that torch was built for, where this GPU's is not among them; empty where it is.
     """
 
     capability: tuple[int, int] | None = None
@@ -43,10 +47,16 @@ class Stack:
     python: str = ""
     cuda: str | None = None
     nvcc: bool = False
+    amd: str | None = None
+    unused: frozenset[str] = frozenset()
+    variables: frozenset[str] = frozenset()
+    torch_lacks: tuple[str, ...] = ()
 
     @property
     def architecture(self) -> str | None:
         """Name of the GPU architecture as compilers spell it ("sm90"); None without a GPU."""
+        if self.amd is not None:
+            return self.amd
         return None if self.capability is None else f"sm{self.capability[0]}{self.capability[1]}"
 
 
@@ -64,6 +74,8 @@ class Row:
         absent: distributions that must not be installed.
         nvcc: True or False if it holds only with or without a CUDA compiler.
         cuda: specifier of torch's CUDA version.
+        when_set: environment variable without which it does not hold.
+        unless_set: environment variable that lifts it.
         pins: requirements to install instead.
         fix: what mends it where an installation does not.
     """
@@ -77,6 +89,8 @@ class Row:
     absent: tuple[str, ...] = ()
     nvcc: bool | None = None
     cuda: str | None = None
+    when_set: str | None = None
+    unless_set: str | None = None
     pins: tuple[str, ...] = ()
     fix: str | None = None
 
@@ -86,11 +100,16 @@ class Row:
             return False
         if self.nvcc is not None and self.nvcc != stack.nvcc:
             return False
-        if any(name in stack.versions for name in self.absent):
+        if self.when_set is not None and self.when_set not in stack.variables:
+            return False
+        if self.unless_set is not None and self.unless_set in stack.variables:
+            return False
+        used = {name: version for name, version in stack.versions.items() if name not in stack.unused}
+        if any(name in used for name in self.absent):
             return False
         if self.cuda is not None and not _within(stack.cuda, self.cuda):
             return False
-        return all(_within(stack.versions.get(name), wanted) for name, wanted in self.versions.items())
+        return all(_within(used.get(name), wanted) for name, wanted in self.versions.items())
 
     @property
     def command(self) -> str | None:
@@ -152,10 +171,7 @@ def install_pins(subject: str, stack: Stack, versions: Mapping[str, str]) -> tup
         versions: distributions that the installation would bring, with the versions it would choose.
     """
     after = MappingProxyType({**versions, **stack.versions})
-    decision = decide(
-        subject,
-        Stack(capability=stack.capability, versions=after, python=stack.python, cuda=stack.cuda, nvcc=stack.nvcc),
-    )
+    decision = decide(subject, replace(stack, versions=after))
     return decision.pins if decision.verdict is Compatibility.BLOCKED else ()
 
 

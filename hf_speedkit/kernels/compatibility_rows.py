@@ -33,6 +33,15 @@ _FLA_ROWS = (
     Row(
         subject="fla",
         verdict=_BLOCKED,
+        reason="TRITON_INTERPRET=1 runs every Triton kernel in Python on the host, right and thousands of times slower",
+        source="https://triton-lang.org/main/programming-guide/chapter-3/debugging.html",
+        versions={"fla-core": ">=0"},
+        when_set="TRITON_INTERPRET",
+        fix="unset TRITON_INTERPRET",
+    ),
+    Row(
+        subject="fla",
+        verdict=_BLOCKED,
         reason="fla 0.6.0 on Hopper refuses its gated backward with triton [3.4.0, 3.7.1): the forward runs, the first "
         "backward raises (torch 2.8 to 2.12.0 bring such a triton; pip will warn that torch pins it)",
         source=_FLA + "pull/983",
@@ -87,6 +96,7 @@ _FLA_ROWS = (
         source=_TRITON + "issues/10331",
         architectures=("sm110", "sm121"),
         versions={"triton": ">=3.5,<3.6"},
+        unless_set="TRITON_PTXAS_PATH",
         fix="export TRITON_PTXAS_PATH=/usr/local/cuda/bin/ptxas  # of CUDA 13",
     ),
     Row(

@@ -2,17 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
-from hf_speedkit.core.records import KernelVerdict
+from hf_speedkit.core.records import KernelCheck, KernelVerdict
 from hf_speedkit.kernels.compatibility import Stack
-from hf_speedkit.kernels.verdicts import Judgement
+from hf_speedkit.kernels.layout import effective_forward
+from hf_speedkit.kernels.verdicts import Judgement, check_of
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def is_hub_name(implementation: str) -> bool:
     """Whether an attention implementation is a repository ("kernels-community/flash-attn3", with or without more)."""
     return "/" in implementation
+
+
+def inference_only_checks(model: nn.Module) -> Iterator[KernelCheck]:
+    """One check per class of layers whose forward a hub kernel without a backward has taken.
+
+    `kernels` marks such a layer `has_backward = False` and leaves it out where it is told that the model trains; a
+    model that was prepared for inference keeps it (V55 in the public reports).
+    """
+    found: Counter[tuple[str, str]] = Counter()
+    totals: Counter[str] = Counter()
+    for module in model.modules():
+        kind, forward = type(module).__name__, effective_forward(module)
+        totals[kind] += 1
+        if forward is not None and "forward" in vars(module):
+            owner = forward.__globals__.get(forward.__qualname__.partition(".")[0])
+            if getattr(owner, "has_backward", True) is False:
+                found[kind, f"{forward.__module__}.{forward.__qualname__}"] += 1
+    for (kind, place), count in found.items():
+        judgement = Judgement(
+            verdict=KernelVerdict.FORWARD_ONLY,
+            evidence=f"hub kernel {place}",
+            reason="it is marked has_backward=False, and the model was prepared with it for inference",
+            fix="load the model without use_kernels=True, or kernelize it with mode=Mode.TRAINING",
+        )
+        yield check_of("hub_layer", kind, count, totals[kind], judgement)
 
 
 def judge_hub_kernel(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -64,6 +65,7 @@ os._exit(0)  # threads that it started, and what it does at exit, are not the qu
 """
 
 _SHOWN_CHARACTERS = 400
+_SAY_THEIR_VERSION = ("triton", "fla", "causal_conv1d")
 
 
 class ImportStatus(StrEnum):
@@ -142,9 +144,28 @@ def is_installed(package: str) -> bool:
 
 
 def installed_version(package: str) -> str | None:
-    """Version of the distribution that a package comes from; None if there is no metadata for it."""
-    found = _distribution(package)
-    return found.version if found is not None else None
+    """Version of a package: what its source says, else its distribution's; None if neither says."""
+    found = version_in_its_source(package)
+    if found is not None:
+        return found
+    distribution = _distribution(package)
+    return distribution.version if distribution is not None else None
+
+
+def version_in_its_source(package: str) -> str | None:
+    """`__version__` as a kernel package's own file spells it, without importing it; None where it does not say.
+
+    A clone on the path has no metadata, or hides an installed one whose metadata is another version's.
+    """
+    if package not in _SAY_THEIR_VERSION:
+        return None
+    try:
+        spec = util.find_spec(package)
+        text = Path(str(spec.origin)).read_text(encoding="utf-8") if spec is not None and spec.origin else ""
+    except (ValueError, OSError):
+        return None
+    found = re.search(r"""^__version__\s*=\s*["']([^"']+)["']""", text, re.MULTILINE)
+    return found.group(1) if found else None
 
 
 def _distribution(package: str) -> metadata.Distribution | None:

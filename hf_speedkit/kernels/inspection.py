@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_speedkit.core.errors import ConfigurationError, KernelAssertionError
-from hf_speedkit.core.records import KernelCheck, KernelVerdict
+from hf_speedkit.core.records import KernelCheck
 from hf_speedkit.kernels.compatibility import Stack
 from hf_speedkit.kernels.config_checks import (
     Imports,
@@ -20,15 +20,18 @@ from hf_speedkit.kernels.config_checks import (
 )
 from hf_speedkit.kernels.demands import Requirement, demanded
 from hf_speedkit.kernels.fused_layers import fused_layer_checks
+from hf_speedkit.kernels.hub import inference_only_checks
 from hf_speedkit.kernels.imports import installed_version
-from hf_speedkit.kernels.known import with_known_combinations, without_what_ends_the_process
-from hf_speedkit.kernels.layout import BoundTo, LiveFunction, LiveLayer, live_layers
+from hf_speedkit.kernels.known import torch_check, with_known_combinations, without_what_ends_the_process
+from hf_speedkit.kernels.layout import BoundTo, LiveFunction, LiveLayer, held_functions, live_layers
 from hf_speedkit.kernels.liger import liger_check
 from hf_speedkit.kernels.model_checks import (
     asked_attention_checks,
     attention_checks,
     experts_checks,
+    judge_replaced,
     model_config,
+    unread_layers,
 )
 from hf_speedkit.kernels.refusal import refusal, warnings_in
 from hf_speedkit.kernels.requirements import (
@@ -103,8 +106,9 @@ def check_kernels(
             mend="load the model first, or leave probe=False",
         )
     stack = stack or read_stack()
+    layers = _decoder_layers(model_or_config) or 1
     checks = with_known_combinations(config_checks(model_or_config, tokens_per_batch, stack), stack)
-    return without_what_ends_the_process(checks)
+    return (*torch_check(stack, layers), *without_what_ends_the_process(checks))
 
 
 def assert_kernels(
@@ -170,6 +174,7 @@ def _live_checks(
     asked: str | None,
 ) -> tuple[KernelCheck, ...]:
     checks = with_known_combinations(_check_model(model, slots), stack)
+    checks = (*torch_check(stack, _decoder_layers(model) or 1), *checks)
     if liger:
         checks = (*checks, liger_check(model))
     checks = (*checks, *asked_attention_checks(model, asked, stack))
@@ -184,13 +189,17 @@ def _check_model(model: Any, tokens_per_batch: int | None) -> tuple[KernelCheck,
     config = model_config(model)
     family = family_of(config.get_text_config()) if config is not None else None
     layers = live_layers(model)
+    trained = [name for name, requirement in FUNCTIONS.items() if requirement.training]
+    held = held_functions(model, trained)
     checks = [
-        *_function_checks(layers),
+        *_function_checks([*layers, *held]),
         *_missing_functions(layers, family, config),
         *experts_checks(model),
         *attention_checks(model, tokens_per_batch),
         *fused_layer_checks(model),
+        *inference_only_checks(model),
     ]
+    checks += unread_layers(model, config, [layer.name for layer in (*layers, *held)])
     if not checks:
         kind = type(model)
         judgement = nothing_known(f"{kind.__name__} of {kind.__module__.partition('.')[0]}")
@@ -215,7 +224,7 @@ def _function_checks(layers: Sequence[LiveLayer]) -> Iterator[KernelCheck]:
                 groups.setdefault(key, (function, []))[1].append(layer.name)
     imports = Imports()
     for (kind, name, _), (found, names) in groups.items():
-        judgement = _judge_replaced(found) if isinstance(found, str) else _judge(found, imports, kind)
+        judgement = judge_replaced(found) if isinstance(found, str) else _judge(found, imports, kind)
         yield check_of(name, kind, len(names), totals[kind], judgement, names)
 
 
@@ -228,14 +237,6 @@ def _judge(function: LiveFunction, imports: Imports, layer: str) -> Judgement:
     version = installed_version(function.package or requirement.package)
     judgement = judge(function, requirement, version, None, layer)
     return judgement if function.binding is BoundTo.HUB else with_what_it_calls(judgement, requirement, imports)
-
-
-def _judge_replaced(place: str) -> Judgement:
-    return Judgement(
-        verdict=KernelVerdict.UNVERIFIED,
-        evidence=f"the layer's forward was replaced by {place}",
-        reason="what that forward calls is not known to this version",
-    )
 
 
 def _missing_functions(layers: Sequence[LiveLayer], family: str | None, config: Any) -> Iterator[KernelCheck]:

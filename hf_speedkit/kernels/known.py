@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
@@ -25,6 +25,29 @@ def with_known_combinations(checks: Iterable[KernelCheck], stack: Stack) -> tupl
         stack: this machine.
     """
     return tuple(_with_known(check, stack) for check in checks)
+
+
+def torch_check(stack: Stack, layers: int) -> Iterator[KernelCheck]:
+    """A check that refuses a torch which was built without this GPU: its first kernel raises "no kernel image".
+
+    Args:
+        stack: this machine.
+        layers: decoder layers of the model.
+    """
+    if not stack.torch_lacks:
+        return
+    # Measured on no such machine: CUDA 13 begins at 7.5 (Turing), and builds before 12.8 end below 10.0 (Blackwell).
+    build = "cu126" if stack.capability is not None and stack.capability < (7, 5) else "cu130"
+    yield KernelCheck(
+        function="torch",
+        verdict=KernelVerdict.BLOCKED,
+        layer="decoder layers",
+        layers=layers,
+        layers_total=layers,
+        evidence=f"torch {stack.versions.get('torch', '?')}, built for {', '.join(stack.torch_lacks)}",
+        reason=f"this torch holds no kernels for {stack.architecture}: the first one it starts raises",
+        fix=f'pip install --force-reinstall --index-url https://download.pytorch.org/whl/{build} "torch>=2.11"',
+    )
 
 
 def without_what_ends_the_process(checks: Iterable[KernelCheck]) -> tuple[KernelCheck, ...]:
@@ -75,6 +98,8 @@ def _with_known(check: KernelCheck, stack: Stack) -> KernelCheck:
     subject = subject_of(check)
     if subject is None:
         return check
+    if check.verdict is KernelVerdict.FUSED and subject == "fla" and "triton" not in stack.versions:
+        return check  # it imports, so triton is there under a name that nobody knows
     if check.verdict is KernelVerdict.FUSED and not _stands_in(check, subject):
         decision = decide(subject, stack)
         if decision.verdict is not Compatibility.BLOCKED:

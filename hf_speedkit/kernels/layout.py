@@ -9,7 +9,7 @@ tests/kernels/test_layout.py fails when that changes; what is not recognised is 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from types import CodeType, FunctionType, MethodType
@@ -91,7 +91,7 @@ def live_layers(model: nn.Module) -> tuple[LiveLayer, ...]:
         namespace, functions = seen[key]
         replaced_by = None
         if not functions:
-            usual = _plain_function(getattr(type(module), "forward", None))
+            usual = plain_function(getattr(type(module), "forward", None))
             if usual is None or usual is forward or not _functions_of(usual, type(module)):
                 continue
             replaced_by = f"{forward.__module__}.{forward.__qualname__}" if forward else "an unreadable forward"
@@ -107,6 +107,54 @@ def live_layers(model: nn.Module) -> tuple[LiveLayer, ...]:
     return tuple(layers)
 
 
+def held_functions(model: nn.Module, names: Container[str]) -> tuple[LiveLayer, ...]:
+    """Layers of other people's code that hold or call kernel functions by name, without the fallback decorator.
+
+    As transformers' own layers did before version 5: `self.chunk_gated_delta_rule = chunk_gated_delta_rule or
+    torch_chunk_gated_delta_rule`, and `None` where a package is missing. A name with `torch_` in front is a fallback.
+
+    Args:
+        model: any module.
+        names: the functions to look for.
+    """
+    layers = []
+    for name, module in model.named_modules():
+        forward = effective_forward(module)
+        seen = dict(forward.__globals__) if forward is not None else {}
+        used = names_used(forward, type(module)) if forward is not None else frozenset()
+        values = {key: seen[key] for key in used if key in seen} | {
+            key: value for key, value in vars(module).items() if key in names
+        }
+        functions = tuple(
+            _held(key, value)
+            for key, value in sorted(values.items())
+            if key.removeprefix("torch_") in names and read_function(key, value) is None and not _is_transformers(value)
+        )
+        if functions:
+            layers.append(LiveLayer(name=name, kind=_class_name(module), namespace={}, functions=functions))
+    return tuple(layers)
+
+
+def _is_transformers(value: object) -> bool:
+    """LFM3 has a torch function of the name in its own file (5.23), which no package could take the place of."""
+    return str(getattr(value, "__module__", "")).startswith("transformers.")
+
+
+def _held(name: str, value: Any) -> LiveFunction:
+    function, home = name.removeprefix("torch_"), str(getattr(value, "__module__", ""))
+    torch = value is None or name != function or getattr(value, "__name__", "").startswith("torch_")
+    package = home.partition(".")[0]
+    known = callable(value) and package in ("fla", "causal_conv1d", "mamba_ssm")
+    return LiveFunction(
+        function=function,
+        global_name=name,
+        binding=BoundTo.TORCH if torch else BoundTo.PACKAGE if known else BoundTo.UNKNOWN,
+        package=package if known else None,
+        called=value,
+        implementation=value if callable(value) else None,
+    )
+
+
 def config_of(layer: Any) -> Any:
     """The config of one layer, None without one: a model's common config raises for what its layers do not share.
 
@@ -119,7 +167,7 @@ def config_of(layer: Any) -> Any:
 
 def effective_forward(module: nn.Module) -> FunctionType | None:
     """The undecorated function that a call of `module` runs, an override on the instance included."""
-    return _plain_function(module.__dict__.get("forward", getattr(type(module), "forward", None)))
+    return plain_function(module.__dict__.get("forward", getattr(type(module), "forward", None)))
 
 
 def names_used(function: FunctionType, owner: type) -> frozenset[str]:
@@ -134,7 +182,7 @@ def names_used(function: FunctionType, owner: type) -> frozenset[str]:
         todo.extend(constant for constant in code.co_consts if isinstance(constant, CodeType))
         for name in code.co_names:
             names.add(name)
-            method = _plain_function(inspect.getattr_static(owner, name, None))
+            method = plain_function(inspect.getattr_static(owner, name, None))
             if method is not None and not method.__module__.startswith("torch."):
                 todo.append(method.__code__)
     return frozenset(names)
@@ -243,7 +291,7 @@ def _filled_cells(function: FunctionType) -> Iterator[tuple[str, object]]:
             continue
 
 
-def _plain_function(forward: object) -> FunctionType | None:
+def plain_function(forward: object) -> FunctionType | None:
     """The function under decorators, bound methods, partials and static methods; None if there is none."""
     for _ in range(32):  # deeper than any stack of decorators seen; ends a cycle
         if isinstance(forward, (staticmethod, classmethod, MethodType)):

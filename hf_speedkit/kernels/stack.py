@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from hf_speedkit.core.devices import SHORT_NAMES, compute_capability
 from hf_speedkit.kernels.compatibility import Stack
+from hf_speedkit.kernels.imports import version_in_its_source
 
 DISTRIBUTIONS = (
     "apache-tvm-ffi",
@@ -30,8 +33,15 @@ DISTRIBUTIONS = (
 )
 """Every distribution that a row of the table names."""
 
-# Nightly builds of torch and other platforms bring triton under another name.
-_OTHER_NAMES = {"triton": ("pytorch-triton", "triton-windows", "pytorch-triton-rocm", "pytorch-triton-xpu")}
+# Nightly builds of torch and other platforms bring triton under another name; fla was one distribution before fla-core.
+_TRITONS = "pytorch-triton triton-windows pytorch-triton-rocm pytorch-triton-xpu triton-rocm triton-xpu triton-nightly"
+_OTHER_NAMES = {"triton": tuple(_TRITONS.split()), "fla-core": ("flash-linear-attention",)}
+# What is imported tells more than metadata: a clone on PYTHONPATH has none, and two tritons write into one folder.
+_IMPORTED_AS = {"triton": "triton", "fla-core": "fla"}
+
+# fla/backends.py of 0.6.0: a backend is left out where its own switch is "0", and all of them with the other one.
+_SWITCHES = {"tilelang": "FLA_TILELANG", "flash-qla": "FLA_FLASH_QLA"}
+_VARIABLES = ("TRITON_INTERPRET", "TRITON_PTXAS_PATH")
 
 
 def read_stack(*, architecture: str | None = None) -> Stack:
@@ -45,13 +55,21 @@ def read_stack(*, architecture: str | None = None) -> Stack:
     Raises:
         ValueError: an architecture or a GPU that is not known.
     """
-    capability, cuda = _gpu()
+    torch = _torch()
+    capability = _capability(torch)
+    here = architecture is None
     return Stack(
         capability=capability if architecture is None else parse_architecture(architecture),
         versions={name: version for name in DISTRIBUTIONS if (version := _version_by_any_name(name)) is not None},
         python=platform.python_version(),
-        cuda=cuda,
+        cuda=torch.version.cuda if torch is not None else None,
         nvcc=has_nvcc(),
+        amd=_amd(torch) if here and capability is not None else None,
+        unused=_unused(os.environ),
+        variables=frozenset(name for name in _VARIABLES if os.environ.get(name, "0") not in ("", "0")),
+        torch_lacks=()
+        if not here or capability is None or torch.version.hip
+        else lacking(capability, torch.cuda.get_arch_list()),
     )
 
 
@@ -79,9 +97,31 @@ def has_nvcc() -> bool:
     return shutil.which("nvcc") is not None or any(home and (Path(home) / "bin/nvcc").is_file() for home in homes)
 
 
+def lacking(capability: tuple[int, int], built_for: Iterable[str]) -> tuple[str, ...]:
+    """What torch was built for, where that leaves out a GPU: every kernel of torch would fail on it.
+
+    Machine code runs on the minor versions from its own on, PTX ("compute_90") on everything newer.
+
+    Args:
+        capability: of the GPU.
+        built_for: `torch.cuda.get_arch_list()`.
+    """
+    names = tuple(built_for)
+    for name in names:
+        kind, _, digits = name.partition("_")
+        digits = digits.rstrip("af")
+        if not digits.isdigit():
+            return ()  # a spelling that is not known: nothing is claimed
+        built = (int(digits[:-1]), int(digits[-1]))
+        if (kind == "compute" or built[0] == capability[0]) and built <= capability:
+            return ()
+    return names
+
+
 def _version_by_any_name(name: str) -> str | None:
+    imported = version_in_its_source(_IMPORTED_AS[name]) if name in _IMPORTED_AS else None
     names = (name, *_OTHER_NAMES.get(name, ()))
-    return next((version for each in names if (version := _version(each)) is not None), None)
+    return imported or next((version for each in names if (version := _version(each)) is not None), None)
 
 
 def _version(name: str) -> str | None:
@@ -91,11 +131,31 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _gpu() -> tuple[tuple[int, int] | None, str | None]:
-    """Compute capability of the current device (not device 0: boxes can be mixed), and torch's CUDA version."""
+def _unused(environment: Mapping[str, str]) -> frozenset[str]:
+    if environment.get("FLA_DISABLE_BACKEND_DISPATCH") == "1":
+        return frozenset(_SWITCHES)
+    return frozenset(name for name, switch in _SWITCHES.items() if environment.get(switch) == "0")
+
+
+def _torch() -> Any:
     try:
         import torch
     except Exception:  # noqa: BLE001 (a torch that does not import has no GPU to speak of; doctor reports the import)
-        return None, None
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    return capability, torch.version.cuda
+        return None
+    return torch
+
+
+def _capability(torch: Any) -> tuple[int, int] | None:
+    """Compute capability of the current device (not device 0: boxes can be mixed)."""
+    if torch is None or not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    return major, minor
+
+
+def _amd(torch: Any) -> str | None:
+    """An MI250 calls its capability 9.0 as well, and nothing that is known of Hopper holds there."""
+    if torch.version.hip is None:
+        return None
+    name = str(getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "gcnArchName", "amd"))
+    return name.partition(":")[0]

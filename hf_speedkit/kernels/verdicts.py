@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 from collections.abc import Callable, Container, Sequence
@@ -64,13 +65,12 @@ def judge(
     if function.binding is BoundTo.PACKAGE and function.implementation is not None:
         return _judge_signature(function.implementation, requirement, _described(function, version), layer)
     if function.binding is BoundTo.HUB and function.implementation is not None:
-        return Judgement(verdict=KernelVerdict.FUSED, evidence=f"hub kernel {function.implementation.__module__}")
+        return _judge_hub(function, requirement)
     if outcome is None or function.binding in (BoundTo.UNKNOWN, BoundTo.PACKAGE, BoundTo.HUB):
         return unknown_layout(function.global_name)
-    evidence = REFERENCE_EVIDENCE if function.binding is BoundTo.REFERENCE else FALLBACK_EVIDENCE
     return Judgement(
         verdict=KernelVerdict.FALLBACK,
-        evidence=evidence,
+        evidence=REFERENCE_EVIDENCE if function.binding is BoundTo.REFERENCE else _fallback_evidence(function),
         reason=why_not_bound(requirement.package, outcome),
         fix=command_that_mends(requirement, outcome),
     )
@@ -123,7 +123,8 @@ def unknown_layout(name: str) -> Judgement:
     return Judgement(
         verdict=KernelVerdict.UNVERIFIED,
         evidence=f"{name} is bound in a way this version of hf_speedkit does not know",
-        reason="the layout of transformers differs from 5.23, which it was checked against",
+        reason="other code has put a function of its own there, or the layout of transformers differs from 5.23, which "
+        "it was checked against",
         fix=None
         if (installed_version("transformers") or "").startswith(("5.23.", "5.24."))
         else 'pip install "transformers>=5.23,<5.24"',
@@ -206,6 +207,28 @@ def judge_what_it_calls(judgement: Judgement, requirement: KernelRequirement, ou
     )
 
 
+def _fallback_evidence(function: LiveFunction) -> str:
+    """Whose torch function runs: a model with code of its own brings its own, or holds None."""
+    home = str(getattr(function.implementation, "__module__", None) or "the model's own code")
+    if home.startswith("transformers."):
+        return FALLBACK_EVIDENCE
+    return f"{home}, {getattr(function.called, '__name__', function.called)}"
+
+
+def _judge_hub(function: LiveFunction, requirement: KernelRequirement) -> Judgement:
+    """A hub kernel gets the layer's arguments as they are: nothing is dropped, and what does not fit raises (V47)."""
+    evidence = f"hub kernel {getattr(function.implementation, '__module__', 'of an unknown place')}"
+    problem = None
+    with contextlib.suppress(ValueError):  # a signature that cannot be read is left to the probe
+        signature = inspect.signature(getattr(function.called, "forward", function.called))
+        problem = _bind_problem(signature, requirement)
+    if problem is None:
+        return Judgement(verdict=KernelVerdict.FUSED, evidence=evidence)
+    return Judgement(
+        verdict=KernelVerdict.BROKEN, evidence=evidence, reason=problem, fix="use_kernels=False  # the package itself"
+    )
+
+
 def _judge_signature(
     implementation: Callable[..., object], requirement: KernelRequirement, evidence: str, layer: str
 ) -> Judgement:
@@ -237,9 +260,12 @@ def _dropped(parameters: Container[str], requirement: KernelRequirement, layer: 
 
 
 def _call_problem(signature: inspect.Signature, requirement: KernelRequirement, layer: str) -> str | None:
-    problem = _dropped(signature.parameters, requirement, layer)
-    if problem is not None or requirement.function not in CALLED_WITH:
-        return problem
+    return _dropped(signature.parameters, requirement, layer) or _bind_problem(signature, requirement)
+
+
+def _bind_problem(signature: inspect.Signature, requirement: KernelRequirement) -> str | None:
+    if requirement.function not in CALLED_WITH:
+        return None
     positional, needed = CALLED_WITH[requirement.function]
     keywords = [*needed, *(name for name in requirement.boundary_arguments if name in signature.parameters)]
     try:

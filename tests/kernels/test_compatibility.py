@@ -14,9 +14,10 @@ from hf_speedkit.core.records import KernelCheck, KernelVerdict
 from hf_speedkit.kernels import stack as stack_of_this_machine
 from hf_speedkit.kernels.compatibility import Compatibility, Row, Stack, decide, install_pins
 from hf_speedkit.kernels.compatibility_rows import ROWS
+from hf_speedkit.kernels.imports import installed_version
 from hf_speedkit.kernels.inspection import assert_kernels, check_kernels
 from hf_speedkit.kernels.known import notes, with_known_combinations, without_what_ends_the_process
-from hf_speedkit.kernels.stack import DISTRIBUTIONS, parse_architecture, read_stack
+from hf_speedkit.kernels.stack import DISTRIBUTIONS, lacking, parse_architecture, read_stack
 
 HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
 
@@ -267,6 +268,85 @@ def test_triton_is_found_under_the_name_that_nightly_torch_gives_it(monkeypatch)
     versions = {"pytorch-triton": "3.8.0+git12", "fla-core": "0.6.0"}
     monkeypatch.setattr(stack_of_this_machine, "_version", versions.get)
     assert read_stack().versions == {"triton": "3.8.0+git12", "fla-core": "0.6.0"}
+
+
+@pytest.mark.parametrize(
+    ("versions", "source", "read"),
+    [
+        ({"triton-rocm": "3.7.0"}, {}, {"triton": "3.7.0"}),
+        ({"flash-linear-attention": "0.2.1"}, {}, {"fla-core": "0.2.1", "flash-linear-attention": "0.2.1"}),
+        ({}, {"triton": "3.6.0", "fla": "0.6.0"}, {"triton": "3.6.0", "fla-core": "0.6.0"}),
+        ({"triton": "3.7.1", "pytorch-triton": "3.3.0"}, {"triton": "3.3.0"}, {"triton": "3.3.0"}),
+    ],
+    ids=["another_name", "fla_before_fla_core", "clones_without_metadata", "two_in_one_folder"],
+)
+def test_v48_versions_are_those_of_what_is_imported(tmp_path, monkeypatch, versions, source, read):
+    monkeypatch.setattr(stack_of_this_machine, "_version", versions.get)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, version in source.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f'raise RuntimeError\n__version__ = "{version}"\n')
+    assert read_stack().versions == read
+    assert [installed_version(name) for name in source] == list(source.values())
+
+
+@pytest.mark.parametrize(
+    ("environment", "verdict"),
+    [
+        ({}, Compatibility.OK),
+        ({"FLA_TILELANG": "0"}, Compatibility.BLOCKED),
+        ({"FLA_DISABLE_BACKEND_DISPATCH": "1"}, Compatibility.BLOCKED),
+        ({"TRITON_INTERPRET": "1"}, Compatibility.BLOCKED),
+        ({"TRITON_INTERPRET": "0"}, Compatibility.OK),
+    ],
+)
+def test_v48_what_fla_is_told_not_to_use_lifts_no_block(monkeypatch, environment, verdict):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    here = read_stack()
+    machine = stack(nvcc=True, triton="3.6.0", fla_core="0.6.0", tilelang="0.1.13")
+    machine = dataclasses.replace(machine, unused=here.unused, variables=here.variables)
+    assert decide("fla", machine).verdict is verdict
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.command and "export" in row.command])
+def test_a_variable_that_is_to_mend_a_row_leads_out_of_it(monkeypatch, row):
+    name, _, value = row.command.removeprefix("export ").partition("  ")[0].partition("=")
+    lowest = {each: next(s.version for s in SpecifierSet(wanted)) for each, wanted in row.versions.items()}
+    machine = stack(parse_architecture(row.architectures[0]), **lowest)
+    assert row.matches(machine)
+    monkeypatch.setenv(name, value)
+    here = read_stack()
+    assert not row.matches(dataclasses.replace(machine, unused=here.unused, variables=here.variables))
+
+
+def test_v48_an_amd_gpu_that_counts_as_9_0_is_no_hopper():
+    machine = dataclasses.replace(stack(triton="3.6.0", fla_core="0.6.0"), amd="gfx90a")
+    assert decide("fla", machine).verdict is Compatibility.UNKNOWN
+    assert machine.architecture == "gfx90a"
+
+
+@pytest.mark.parametrize(
+    ("capability", "built_for", "lacks"),
+    [
+        ((12, 0), ("sm_75", "sm_80", "sm_90"), True),
+        ((7, 0), ("sm_75", "sm_80", "compute_90"), True),
+        ((8, 9), ("sm_75", "sm_80"), False),
+        ((9, 0), ("sm_80", "sm_90a"), False),
+        ((12, 0), ("sm_90", "compute_90"), False),
+        ((9, 0), ("gfx942",), False),
+        ((9, 0), (), False),
+    ],
+)
+def test_v52_a_torch_built_without_this_gpu_is_told_by_its_list(capability, built_for, lacks):
+    assert bool(lacking(capability, built_for)) is lacks
+
+
+def test_v52_a_torch_built_without_this_gpu_refuses_every_model():
+    machine = dataclasses.replace(stack((12, 0), torch="2.11.0"), torch_lacks=("sm_80", "sm_90"))
+    with pytest.raises(KernelAssertionError, match="holds no kernels for sm120") as error:
+        assert_kernels(AutoConfig.for_model("llama"), stack=machine)
+    assert "whl/cu130" in str(error.value)
 
 
 def test_this_machine_is_read_without_importing_a_kernel_package():

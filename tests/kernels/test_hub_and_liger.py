@@ -1,5 +1,7 @@
 """Hub kernels that do not load, and Liger that patched nothing."""
 
+from types import MethodType
+
 import pytest
 import torch
 from fake_kernels import forget_fakes
@@ -13,7 +15,10 @@ from hf_speedkit.kernels.compatibility import Stack
 from hf_speedkit.kernels.fused_layers import fused_layers
 from hf_speedkit.kernels.hub import is_hub_name, judge_hub_kernel
 from hf_speedkit.kernels.inspection import assert_kernels, check_kernels
+from hf_speedkit.kernels.layout import BoundTo, LiveFunction
 from hf_speedkit.kernels.liger import liger_check
+from hf_speedkit.kernels.requirements import FUNCTIONS
+from hf_speedkit.kernels.verdicts import judge
 
 STACK = Stack(capability=(9, 0), versions={"torch": "2.11.0"}, python="3.12.3", cuda="13.0")
 NAME = "kernels-community/flash-attn3"
@@ -81,6 +86,42 @@ def test_revision_and_function_are_no_part_of_the_repository(name):
 @pytest.mark.parametrize("name", ["sdpa", "eager", "flash_attention_2", "speedkit_varlen"])
 def test_names_of_transformers_own_implementations_are_not_repositories(name):
     assert not is_hub_name(name)
+
+
+class InferenceNorm(torch.nn.Module):
+    """As a hub repository marks a layer without a backward."""
+
+    has_backward = False
+
+    def forward(self, x):
+        return x.detach()
+
+
+def test_v55_a_layer_prepared_with_a_kernel_for_inference_is_refused_for_training():
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.input_layernorm.forward = MethodType(InferenceNorm.forward, layer.input_layernorm)
+    with pytest.raises(KernelAssertionError, match="without some of their gradients") as error:
+        assert_kernels(model)
+    assert "LlamaRMSNorm, 4 of 9 layers" in str(error.value)
+
+
+class Clashing(torch.nn.Module):
+    kernel_layer_name = "causal_conv1d_fn"
+
+    def forward(self, x, seq_idx, weight, bias=None, activation=None): ...
+
+
+def test_v47_a_hub_kernel_whose_arguments_clash_with_the_layers_is_broken_before_it_runs():
+    hub = Clashing()
+    function = LiveFunction(
+        function="causal_conv1d_fn", global_name="causal_conv1d_fn", binding=BoundTo.HUB, package="causal_conv1d",
+        called=hub, implementation=Clashing.forward,
+    )  # fmt: skip
+    found = judge(function, FUNCTIONS["causal_conv1d_fn"], None, None)
+    assert (found.verdict, "multiple values for argument 'seq_idx'" in found.reason) == (KernelVerdict.BROKEN, True)
+    hub.forward = lambda *args, **kwargs: None  # says nothing of its arguments: left to the probe
+    assert judge(function, FUNCTIONS["causal_conv1d_fn"], None, None).verdict is KernelVerdict.FUSED
 
 
 def test_v56_liger_that_patched_nothing_is_refused_with_the_count():

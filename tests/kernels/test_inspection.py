@@ -8,6 +8,7 @@ import pytest
 import torch
 from kernel_models import tiny_model
 from transformers import AttentionInterface, AutoConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_speedkit.core.errors import ConfigurationError, KernelAssertionError
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
@@ -106,6 +107,95 @@ def test_an_attention_that_nobody_knows_is_unverified_and_ours_is_known():
         assert_kernels(model)
     model.set_attn_implementation(register())
     assert verdicts(assert_kernels(model)) == {"attention": KernelVerdict.FUSED}
+
+
+def _forward_of_somebody(self, hidden_states, **kwargs):
+    return hidden_states, None
+
+
+@pytest.mark.parametrize(
+    ("family", "patch", "layers", "of"),
+    [("qwen3_5", "class", 1, 1), ("llama", "class", 4, 4), ("llama", "instance", 1, 4)],
+)
+def test_v51_attention_whose_forward_was_taken_is_unverified_on_its_layers(monkeypatch, family, patch, layers, of):
+    """Without its own check a hybrid would pass on the strength of its other layers."""
+    model = tiny_model(family)
+    layer = next(module for module in model.modules() if type(module).__name__.endswith("Attention"))
+    monkeypatch.setattr(type(layer) if patch == "class" else layer, "forward", _forward_of_somebody)
+    found = [c for c in check_kernels(model) if (c.function, c.verdict) == ("attention", KernelVerdict.UNVERIFIED)]
+    assert [(c.layers, c.layers_total) for c in found] == [(layers, of)]
+    assert "_forward_of_somebody" in found[0].evidence
+
+
+def test_v46_a_function_of_somebody_else_under_the_name_sdpa_is_not_torchs(monkeypatch):
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", _forward_of_somebody)
+    (check,) = check_kernels(tiny_model("llama"))
+    assert (check.verdict, check.evidence.startswith("sdpa, a name that")) == (KernelVerdict.UNVERIFIED, True)
+
+
+@pytest.mark.parametrize(
+    ("left", "slots", "verdict"),
+    [
+        ((), None, KernelVerdict.FALLBACK),
+        (("flash",), None, KernelVerdict.FUSED),
+        (("flash",), 64, KernelVerdict.FALLBACK),  # flash takes no mask
+        (("cudnn",), 64, KernelVerdict.FUSED),
+    ],
+)
+def test_v57_sdpa_with_its_fused_kernels_switched_off_is_a_fallback(monkeypatch, left, slots, verdict):
+    for name in ("flash", "mem_efficient", "cudnn"):
+        monkeypatch.setattr(torch.backends.cuda, f"{name}_sdp_enabled", lambda name=name: name in left)
+    assert verdicts(check_kernels(tiny_model("llama"), tokens_per_batch=slots)) == {"attention": verdict}
+
+
+def torch_chunk_gated_delta_rule(query): ...
+
+
+def chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=False, cu_seqlens=None): ...
+
+
+chunk_gated_delta_rule.__module__ = "fla.ops.gated_delta_rule.chunk"
+
+
+class _Holds(torch.nn.Module):
+    """A layer as remote code has it: the function in an attribute, torch's where the package is missing."""
+
+    def __init__(self, rule):
+        super().__init__()
+        self.chunk_gated_delta_rule, self.causal_conv1d_fn = rule, None
+
+    def forward(self, x, **kwargs):
+        return self.chunk_gated_delta_rule(x)
+
+
+class _Calls(torch.nn.Module):
+    def forward(self, x, **kwargs):
+        return chunk_gated_delta_rule(x)
+
+
+class _Unread(torch.nn.Module):
+    def forward(self, x, **kwargs):
+        return x.cumsum(1)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "function", "verdict", "says"),
+    [
+        (_Holds(torch_chunk_gated_delta_rule), "chunk_gated_delta_rule", KernelVerdict.FALLBACK, "is not installed"),
+        (_Holds(torch_chunk_gated_delta_rule), "causal_conv1d_fn", KernelVerdict.FALLBACK, "is not installed"),
+        (_Holds(chunk_gated_delta_rule), "chunk_gated_delta_rule", KernelVerdict.FUSED, None),
+        (_Calls(), "chunk_gated_delta_rule", KernelVerdict.FUSED, None),
+        (_Unread(), "layers", KernelVerdict.UNVERIFIED, "code of their own"),
+    ],
+    ids=["holds_torchs", "holds_none", "holds_flas", "calls_flas", "unread"],
+)
+def test_v45_layers_of_remote_code_do_not_pass_for_the_attention_layers_beside_them(mixer, function, verdict, says):
+    model = tiny_model("llama")
+    model.model.layers[1].self_attn = mixer
+    found = {check.function: check for check in check_kernels(model)}
+    assert (found[function].verdict, found["attention"].verdict) == (verdict, KernelVerdict.FUSED)
+    assert says is None or says in found[function].reason
+    assert found["attention"].layers == 3
 
 
 def test_v56_experts_that_were_asked_for_and_not_got_are_refused():
