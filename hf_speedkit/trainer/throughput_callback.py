@@ -299,6 +299,8 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
     def _enter(self, *, last: bool = False) -> tuple[tuple[StepRecord, ...], JobWindow]:
         """Finish this rank's steps and enter them together with the other ranks'. Waits for the device: logging steps
         and the end of training only, after `settle`."""
+        if self._counter.head_on_targets:
+            self._inputs = self._inputs.with_fused_head()
         records = step_records(
             self._counter.take(), self._clock.take(), self._inputs, has_device=self._clock.has_device
         )

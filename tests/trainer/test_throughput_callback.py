@@ -8,11 +8,13 @@ import pytest
 import torch
 from plain_trainer import LENGTHS, as_tuple, documents, expected, make_trainer, pad, tiny_llama, train, training_rows
 from transformers import Trainer, TrainerCallback
+from trl.trainer.utils import add_fused_lm_head
 
 from hf_speedkit.core.flops import model_flops
 from hf_speedkit.core.metrics import METRICS
 from hf_speedkit.core.records import TokenCounts
 from hf_speedkit.trainer.attach import attach
+from hf_speedkit.trainer.metrics import micro_batches
 from hf_speedkit.trainer.metrics.micro_batches import MicroBatchCounter
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback
 
@@ -285,3 +287,18 @@ def test_a_sliding_window_has_an_mfu_in_a_plain_trainer(tmp_path):
     train(make_trainer(tmp_path, model=model), ThroughputCallback(peak_tflops=1.0, sinks=[records.append]))
     formula = model_flops(model.config.to_dict())
     assert [record.flops for record in records] == [formula.training(LENGTHS[at : at + 2]) for at in range(0, 12, 2)]
+
+
+@pytest.mark.parametrize("scores_targets", [True, False])
+def test_v71_trls_fused_head_costs_what_it_scores(tmp_path, monkeypatch, scores_targets):
+    """On a GPU the target positions only, and their product once more in backward; elsewhere all positions."""
+    monkeypatch.setattr(micro_batches, "_HEAD_ON_TARGETS", ("cpu",) if scores_targets else ("cuda",))
+    records = []
+    trainer = make_trainer(tmp_path)
+    add_fused_lm_head(trainer.model)
+    trainer.compute_loss = lambda model, inputs, **_: model(**inputs, fused_lm_head=True).loss
+    train(trainer, ThroughputCallback(peak_tflops=1.0, sinks=[records.append]))
+    formula = model_flops(trainer.model.config.to_dict(), head_on="target" if scores_targets else "real")
+    first, targets = LENGTHS[:2], records[0].tokens.target
+    assert records[0].flops == formula.training(first, target=targets)
+    assert records[0].recomputed_flops == (formula.head_per_token * targets if scores_targets else 0)

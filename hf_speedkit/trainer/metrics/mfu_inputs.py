@@ -32,7 +32,7 @@ class FlopsInputs:
     flops: Callable[[TokenCounts], float | None] | None = None
     peak_tflops: float | None = None
     recompute: Collection[Part] | None = None
-    recomputed: Callable[[TokenCounts], float | None] | None = None
+    recomputed: RecomputedFlops | None = None
     tensor_clock_mhz: float | None = None
 
     def completed(self, args: TrainingArguments, model: torch.nn.Module) -> FlopsInputs:
@@ -47,6 +47,13 @@ class FlopsInputs:
             recomputed=RecomputedFlops(model, flops, self.recompute) if isinstance(flops, ModelFlops) else None,
             tensor_clock_mhz=device_tensor_clock_mhz(args),
         )
+
+    def with_fused_head(self) -> FlopsInputs:
+        """For a run in which TRL's fused head was seen at work, which makes its product again in backward."""
+        if not isinstance(self.flops, ModelFlops) or self.recomputed is None or self.flops.head_on == "target":
+            return self
+        flops = replace(self.flops, head_on="target", head_again=True)
+        return replace(self, flops=flops, recomputed=self.recomputed.of(flops))
 
     @property
     def window(self) -> int | None:
@@ -82,6 +89,10 @@ class RecomputedFlops:
         self._of_layers: ModelFlops | None = None
         self._recomputed: Collection[Part] | None = None
         self._at_ends = 0.0
+
+    def of(self, flops: ModelFlops) -> RecomputedFlops:
+        """The same of other FLOPs of the model."""
+        return RecomputedFlops(self._model, flops, self._parts)
 
     def __call__(self, counts: TokenCounts) -> float | None:
         """FLOPs of counted tokens; None where they or the way of checkpointing are not known."""

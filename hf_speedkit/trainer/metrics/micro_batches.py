@@ -26,6 +26,9 @@ MOST_UNREAD = 1000
 """Finished steps that are read at the latest, where nothing is logged for so long: each keeps some 2.5 kB of the
 device's memory (five scalars of 512 B, the least an allocation takes)."""
 
+_HEAD_ON_TARGETS = ("cuda",)
+"""Devices on which TRL's fused head (1.16, trainer/utils.py:1638) scores target positions only; elsewhere all."""
+
 _UNKNOWN = TokenCounts(slots=0, real=None, target=None, documents=None)
 
 
@@ -73,6 +76,8 @@ class MicroBatchCounter:
         self._waiting: list[tuple[int, Observation]] = []
         self._read: list[tuple[int, CountedStep]] = []
         self._told = False
+        self.head_on_targets = False
+        """Whether TRL's fused head was seen at work: it scores target positions only."""
         self._handles: tuple[Any, ...] = ()
         self._probe = GradientProbe()
         self._norm_given = False
@@ -184,6 +189,9 @@ class MicroBatchCounter:
         if isinstance(counts, TokenCounts):
             self.current.add(counts)
             return
+        ids = keywords.get("input_ids")
+        if keywords.get("fused_lm_head") and torch.is_tensor(ids) and ids.device.type in _HEAD_ON_TARGETS:
+            self.head_on_targets = True
         with torch.no_grad():
             seen = count_new_rows(arguments, keywords, rule, self._new_rows)
         if seen is None:
