@@ -2,7 +2,9 @@
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import pytest
 from typer.testing import CliRunner
@@ -38,6 +40,89 @@ def test_a_committed_result_says_where_it_comes_from(path):
     else:  # a study of its own form
         assert "environment" in values
         assert values["what"]
+
+
+def result(name):
+    return json.loads((ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8"))
+
+
+def stated():
+    """By page, its sentences with figures, made from the files that the page names."""
+    rate = "speed/real_tokens_per_second"
+    floors = re.search(r"benchmarks/results/(\S+_floors\.json)", (ROOT / "docs/speed.md").read_text(encoding="utf-8"))
+    left = {row["group"]: row["left_percent"] for row in result(floors.group(1))["rows"]}
+    cost = result("2026-11-29_h200_callback_overhead.json")["rates"]
+    first = result("2026-11-29_2xh200_27b_fsdp2_first_run.json")
+    steady = {}
+    for found in committed():
+        if found.repetition:
+            steady.setdefault(found.workload, set()).add(found.steady_steps)
+    parts = [
+        result(f"{part}.json")["rates"][rate]
+        for part in ("first_look/2026-11-29_h200_27b_cut_8_layers_checkpointing",
+                     "first_look/2026-11-29_h200_27b_cut_8_layers_rung_speedkit",
+                     "steps/2026-11-29_h200_27b-8_fused_adamw_full_checkpointing")
+    ]  # fmt: skip
+    whole = [
+        median_step_rate(result(f"steps/{run}.json"))
+        for run in ("2026-11-29_2xh200_27b-64_speedkit", "2026-11-30_2xh200_27b-64_speedkit",
+                    "2026-11-30_2xh200_27b-64_zero_copy")
+    ]  # fmt: skip
+    cold, warm = (result(f"ladder/27b-8_speedkit_rep{number}.json")["startup_s"] for number in (0, 1))
+    host, packing = result("host_costs.json"), result("2026-11-29_packing_table.json")
+    checksums, shell, scale = host["checksums_mb_per_cpu_second"], host["shell"], packing["scale"]
+    return {
+        "README.md": [
+            f"{left['communication']:.1f} % of it was communication that nothing hid",
+            f"the device was idle for {left['idle']:.1f} %",
+            f"Measuring costs {cost['overhead_percent']:.2f} % of a step, "
+            f"{cost['overhead_with_counting_percent']:.2f} % with one step in a hundred counted",
+            f"({first['peak_memory_gib']:.0f} GiB a GPU at the least",
+            *(f"{min(steady[name])} to {max(steady[name])} of `{name}`" for name in ("27b-8", "27b-64")),
+        ],
+        "docs/fsdp2.md": [
+            f"{first['peak_memory_gib']:.1f} GiB peak ({first['peak_reserved_gib']:.1f} GiB reserved), "
+            f"{first['rates']['speed/step_time_s']:.2f} s a step"
+        ],
+        "docs/speed.md": [
+            *(f"| {before:,.0f} | {after:,.0f} |" for row in (parts, whole) for before, after in pairwise(row)),
+            f"{sum(cold.values()):.0f} s with empty Triton and TileLang caches, {cold['kernels']:.0f} s of them",
+            f"{sum(warm.values()):.1f} s and {warm['kernels']:.1f} s with filled ones",
+        ],
+        "docs/checkpoints.md": [
+            f"{checksums['zlib.crc32']:,.0f} MB a CPU second on one core of the development machine (zlib.crc32; sha256 "
+            f"{checksums['sha256']:,.0f}, blake2b {checksums['blake2b']:.0f}"
+        ],
+        "docs/launching.md": [f"{shell['memory_mb']:.0f} MB and {shell['cpu_seconds']:.1f} s on a CPU core"],
+        "docs/packing.md": [
+            *(f"{row['batches']:,}" for row in packing["batchings"] if "1,000" not in row["batching"]),
+            f"planned in {scale['planning_cpu_s']:.0f} CPU s and dealt in {scale['dealing_cpu_s']:.1f} CPU s",
+        ],
+    }
+
+
+def median_step_rate(run):
+    """Real tokens per second and GPU of the median steady step."""
+    return median(s["tokens"]["real"] / s["step_time_s"] for s in run["steps"] if not s.get("excluded"))
+
+
+def test_sentences_with_figures_say_what_their_files_hold():
+    for page, sentences in stated().items():
+        text = re.sub(r"[\s*]+", " ", (ROOT / page).read_text(encoding="utf-8"))
+        assert [sentence for sentence in sentences if sentence not in text] == [], f"{page}: its files say this now"
+
+
+def test_the_traces_shown_are_what_the_command_prints():
+    page = (ROOT / "docs" / "tracing.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^```text\n(trace_h200_\w+\.json\.gz.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(shown) == 2
+    for block in shown:
+        file = ROOT / "tests" / "data" / block.split()[0]
+        printed = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, ["trace", str(file)]).output
+        lines = {" ".join(line.split()) for line in printed.splitlines()}
+        for line in (" ".join(line.split()) for line in block.splitlines()):
+            start = line.removesuffix("...").rstrip()
+            assert any(other.startswith(start) for other in lines) if line.endswith("...") else line in lines, line
 
 
 def test_make_bench_table_writes_what_the_tests_look_at(tmp_path):

@@ -142,7 +142,7 @@ RUNS = {
     "make demo": make_demo,
     "make test": make_test,
     "accelerate launch recipes/qwen27b_sft.py": launch_the_real_job,
-    'pip install ".[kernels]"': install_kernels,  # needs a GPU: that it names what it should
+    'pip install ".[kernels,wandb]"': install_kernels,  # needs a GPU: that it names what it should
     "hf-speedkit doctor Qwen/Qwen3.8-27B": doctor,
     "hf-speedkit plan Qwen/Qwen3.8-27B --gpus 2 --gpu h200": plan_memory,
     "hf-speedkit plan Qwen/Qwen3.8-27B HuggingFaceH4/ultrachat_200k --split train_sft --overlong truncate": plan,
