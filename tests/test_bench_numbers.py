@@ -90,8 +90,8 @@ def stated():
             f"{sum(warm.values()):.1f} s and {warm['kernels']:.1f} s with filled ones",
         ],
         "docs/checkpoints.md": [
-            f"{checksums['zlib.crc32']:,.0f} MB a CPU second on one core of the development machine (zlib.crc32; sha256 "
-            f"{checksums['sha256']:,.0f}, blake2b {checksums['blake2b']:.0f}"
+            f"{checksums['zlib.crc32']:,.0f} MB a CPU second on one core of the development machine (zlib.crc32; "
+            f"sha256 {checksums['sha256']:,.0f}, blake2b {checksums['blake2b']:.0f}"
         ],
         "docs/launching.md": [f"{shell['memory_mb']:.0f} MB and {shell['cpu_seconds']:.1f} s on a CPU core"],
         "docs/packing.md": [
