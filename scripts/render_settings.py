@@ -41,7 +41,7 @@ PAGES = {  # the page that says most about a setting
     "memory": "activation_checkpointing_keep activation_offloading_layers memory_check",
     "metrics": "throughput peak_tflops count_launches_every nonfinite logging_nan_inf_filter",
     "tracing": "trace_steps step_log",
-    "fsdp2": "stuck_rank_timeout_s fsdp_prefetch_layers",
+    "fsdp2": "stuck_rank_timeout_s fsdp_prefetch_layers fsdp_zero_copy",
     "checkpoints": "allow_existing_output checkpoint_verification export_dtype stop_signals",
     "packing.md#evaluation": "per_device_eval_batch_size",
 }
@@ -79,9 +79,7 @@ def _default(field: Field) -> str:  # type: ignore[type-arg]
 
 
 def _page(name: str) -> str:
-    page = next((page for page, names in PAGES.items() if name in names.split()), None)
-    if page is None:
-        return ""
+    page = next(page for page, names in PAGES.items() if name in names.split())
     return f"[{page.partition('.')[0]}]({page if '.' in page else page + '.md'})"
 
 
