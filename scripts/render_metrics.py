@@ -39,11 +39,14 @@ running. A slow kernel, a kernel on padding and a fast kernel on real tokens all
 tensor pipes did by their own counter. OFU close to HFU says that the formula and the run are what they seem to be; a
 gap of more than 10 points is said on the console and in the report: FLOPs are counted that were not computed, or work
 is done that nobody counts. Families whose formula is known, each equal to torch's FlopCounterMode in
-`tests/core/test_flops.py`: {families}.
-LoRA beside linear maps of these is known too (`modules_to_save` included); other adapters and partly frozen models are
-not, nor is a batch with images or sound. Without the gradient of the first layer's input, which LoRA needs only under
-activation checkpointing, LoRA's FLOPs are counted high by a part of one layer. For another model: `flops=`
-([extending](extending.md)).
+`tests/core/test_flops.py`:
+{families}.
+Text in a composed model costs what its text model costs, towers and projections left out. Frozen towers, embeddings,
+heads and norms are known, and LoRA beside linear maps from the first layer on (`modules_to_save` included); other
+adapters and frozen layers are not, nor is a batch with images or sound, nor rows cut over ranks by context or sequence
+parallelism. DoRA has an MFU, and with activation checkpointing no HFU. Without the gradient of the first layer's input,
+which LoRA needs only under activation checkpointing, LoRA's FLOPs are counted high by a part of one layer. For another
+model: `flops=` ([extending](extending.md)).
 
 **NaN.** A loss or gradient that is not finite is counted and its step named at the next logging step, and never shown
 as 0: the loss of that window is logged as NaN, also where transformers' filter has hidden it. With fp16 a gradient that
