@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from transformers import TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -301,12 +302,15 @@ def device_tensor_clock_mhz(args: TrainingArguments) -> float | None:
 
 def training_dtype(args: TrainingArguments, model: torch.nn.Module) -> str:
     """The dtype matrix products run in, as a key of the peak table."""
+    if AcceleratorState._shared_state.get("_mixed_precision") == "fp8":
+        return "float8"
     if args.bf16:
         return "bfloat16"
     if args.fp16:
         return "float16"
     dtype = str(next(iter(model.parameters())).dtype).removeprefix("torch.")
-    if dtype == "float32" and torch.get_float32_matmul_precision() != "highest":
+    # However it was set: `torch.get_float32_matmul_precision` raises behind transformers' `tf32=True` (torch 2.13).
+    if dtype == "float32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
         return "tf32"
     return dtype
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -19,6 +20,7 @@ from transformers import (
     Qwen3ForSequenceClassification,
     Qwen3Model,
 )
+from transformers.utils.import_utils import enable_tf32
 
 from hf_speedkit.core.flops import LAYER_PARTS, model_flops
 from hf_speedkit.core.records import TokenCounts
@@ -29,6 +31,7 @@ from hf_speedkit.trainer.metrics.mfu_inputs import (
     flops_of,
     is_checkpointed,
     missing_notices,
+    training_dtype,
 )
 
 TOKENS = 12
@@ -291,3 +294,25 @@ def test_several_gpus_in_one_process_have_no_mfu_and_are_told_how_to_start():
     assert found == FlopsInputs()  # FLOPs of all devices over one device's peak would be twice too much
     (line,) = missing_notices(args, attached=True, inputs=found)
     assert "accelerate launch --num_processes 2" in line
+
+
+def test_products_in_fp8_are_measured_against_the_peak_of_fp8(monkeypatch):
+    monkeypatch.setitem(AcceleratorState._shared_state, "_mixed_precision", "fp8")
+    assert training_dtype(SimpleNamespace(bf16=False, fp16=False), tiny()) == "float8"
+
+
+@pytest.mark.parametrize("new_setting", [True, False])
+def test_fp32_weights_have_the_peak_of_tf32_however_that_was_switched_on(new_setting):
+    args = SimpleNamespace(bf16=False, fp16=False)
+    assert training_dtype(args, tiny()) == "float32"
+    try:
+        if new_setting:
+            enable_tf32(True)  # transformers' tf32=True
+        else:
+            torch.set_float32_matmul_precision("high")
+        assert training_dtype(args, tiny()) == "tf32"
+    finally:
+        if new_setting:
+            torch.backends.fp32_precision = "none"
+        else:
+            torch.set_float32_matmul_precision("highest")
