@@ -16,6 +16,10 @@ OFU_GAP = 10.0
 The counter's authors found about 2 points on healthy runs (arXiv 2605.20799).
 """
 
+LATE_COMPILATIONS, LATE_SHARE = 3, 0.05
+"""Compilations behind the warm-up that are no accident: so many, and one in 20 steps. A second graph for the shorter
+batch at an epoch's end is one."""
+
 _LIMITS = {
     "data_wait": (
         "input_bound",
@@ -124,6 +128,25 @@ def no_targets(metrics: Mapping[str, float]) -> Finding | None:
         message="Nothing was learned in this window: none of its tokens enters the loss.",
         evidence=(f"target tokens of the run so far: {metrics.get('speed/total_target_tokens', 0):,.0f}",),
         advice="look at the labels: truncation or a mask (completion_only_loss, assistant_only_loss) removed them all",
+    )
+
+
+def still_compiling(compiled: float, steps: int) -> Finding | None:
+    """Whether kernels or graphs are compiled long after the warm-up: at every shape not seen before (case V58).
+
+    Args:
+        compiled: kernels and graphs, on the rank that compiled most.
+        steps: of the windows in which they were, behind the session's first steps.
+    """
+    if compiled < LATE_COMPILATIONS or compiled < LATE_SHARE * steps:
+        return None
+    return Finding(
+        rule="still_compiling",
+        severity=Severity.WARNING,
+        message=f"Still compiling: {compiled:,.0f} kernels or graphs in {steps:,} steps behind the warm-up.",
+        evidence=("each is a pause of the step it comes in; speed/compiled_kernels counts them, window by window",),
+        advice="train on rows of one shape (SpeedSFTTrainer packs to one; else pad to a fixed length); of "
+        "torch.compile, TORCH_LOGS=recompiles names the input that changed",
     )
 
 

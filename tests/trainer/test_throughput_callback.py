@@ -224,6 +224,16 @@ def test_a_compiled_model_is_counted_and_not_recompiled(tmp_path):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize(("compiles_at", "said"), [(range(24), 1), (range(12), 0), ([16, 23], 0)])
+def test_v58_shapes_that_compile_behind_the_warm_up_are_said_once(tmp_path, caplog, monkeypatch, compiles_at, said):
+    class Compiles(TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            torch._dynamo.utils.counters["stats"]["unique_graphs"] += state.global_step in compiles_at
+
+    train(make_trainer(tmp_path, data=documents((3,) * 24), per_device_train_batch_size=1, callbacks=[Compiles()]))
+    assert sum("Still compiling" in record.message for record in caplog.records) == said
+
+
 def test_v62_nothing_of_ours_reads_the_device_between_logging_steps(tmp_path, monkeypatch):
     reads = []
 

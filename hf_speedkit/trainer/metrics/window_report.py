@@ -9,8 +9,8 @@ from typing import Any
 from transformers import TrainerState, TrainingArguments
 
 from hf_speedkit.core.records import Severity, StepRecord
-from hf_speedkit.core.throughput import JobWindow
-from hf_speedkit.core.window_findings import window_findings
+from hf_speedkit.core.throughput import EARLY_STEPS, JobWindow
+from hf_speedkit.core.window_findings import still_compiling, window_findings
 from hf_speedkit.trainer.metrics.nonfinite import NonFinite, find_nonfinite
 from hf_speedkit.trainer.sinks import SinkGroup
 
@@ -29,10 +29,14 @@ class WindowReport:
         self._sinks = SinkGroup(sinks)
         self._said: set[str] = set()
         self._speaks = True
+        self._steps = self._late_steps = 0
+        self._late_compilations = 0.0
 
     def begin(self, state: TrainerState) -> None:
         """A session begins."""
         self._said = set()
+        self._steps = self._late_steps = 0
+        self._late_compilations = 0.0
         self._speaks = state.is_world_process_zero
         if self._speaks:
             self._sinks.begin(state.global_step)
@@ -52,6 +56,7 @@ class WindowReport:
         # The Trainer has stored its copy of `logs` before callbacks ran: complete it, for trainer_state.json.
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(metrics)
+        self._note_compilations(len(records), metrics)
         self._say_findings(metrics)
         if self._speaks:
             self._sinks.steps(records)
@@ -86,9 +91,17 @@ class WindowReport:
         """A sentence for the console, once a session and on world rank 0."""
         self._once(text, logging.WARNING, text)
 
+    def _note_compilations(self, steps: int, metrics: Mapping[str, float]) -> None:
+        """Add those of a window behind the warm-up; evaluation in it may have compiled for shapes of its own."""
+        if self._steps >= EARLY_STEPS and "speed/eval_time_s" not in metrics:
+            self._late_steps += steps
+            self._late_compilations += metrics.get("speed/compiled_kernels", 0.0)
+        self._steps += steps
+
     def _say_findings(self, metrics: Mapping[str, float]) -> None:
         """What a window shows, each conclusion once a session; on the console, since trackers take numbers only."""
-        for finding in window_findings(metrics):
+        late = still_compiling(self._late_compilations, self._late_steps)
+        for finding in (*window_findings(metrics), *([late] if late is not None else [])):
             level = logging.INFO if finding.severity is Severity.NOTE else logging.WARNING
             self._once(
                 finding.rule, level, f"{finding.message} ({'; '.join(finding.evidence)}) Advice: {finding.advice}"
