@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
 from hf_speedkit.kernels.compatibility import Stack
+from hf_speedkit.kernels.faults import way_out_of
 from hf_speedkit.kernels.layer_probe import LayerOutcome, probe_layer
 from hf_speedkit.kernels.layout import LiveLayer, live_layers
 from hf_speedkit.kernels.model_checks import model_config
@@ -134,7 +135,11 @@ class _Layers:
         if outcome.verdict is not KernelVerdict.FUSED:
             reason = f"on {where}, as a part of its layer: {outcome.detail}"
             leaks = outcome.verdict is KernelVerdict.NO_BOUNDARIES  # whatever the package, the layer drops them
-            fix = "packing=False  # padded rows for this family" if leaks else _way_out(check)
+            fix = (
+                "packing=False  # padded rows for this family"
+                if leaks
+                else way_out_of(outcome.detail) or _way_out(check)
+            )
             return replace(check, verdict=outcome.verdict, reason=reason, fix=fix)
         evidence = f"{check.evidence}; ran both ways on {where} as a part of its layer, {outcome.detail}"
         return replace(check, evidence=evidence, first_call_s=None if again else outcome.first_call_s)
@@ -198,7 +203,7 @@ def _probed(check: KernelCheck, target: Target) -> KernelCheck:
     where = f"{place(target.device)} in {str(target.dtype).removeprefix('torch.')}"
     if outcome.verdict is not KernelVerdict.FUSED:
         reason = f"on {where}: {outcome.detail}"
-        return replace(check, verdict=outcome.verdict, reason=reason, fix=_way_out(check))
+        return replace(check, verdict=outcome.verdict, reason=reason, fix=way_out_of(outcome.detail) or _way_out(check))
     evidence = f"{check.evidence}; ran both ways on {where}, {outcome.detail}"
     if outcome.call_s is not None and outcome.first_call_s is not None:
         evidence += f", first call {outcome.first_call_s:.1f} s, then {1e3 * outcome.call_s:.1f} ms"

@@ -333,6 +333,25 @@ def test_the_probe_tells_what_is_wrong(tmp_path, monkeypatch, fakes, function, v
         assert_kernels(model, checks=[check])
 
 
+@pytest.mark.parametrize(
+    ("error", "way"),
+    [
+        ("PermissionError(13, 'Permission denied', '/home/else/.triton/cache')", "export TRITON_CACHE_DIR="),
+        ("OSError(116, 'Stale file handle')", "export TRITON_CACHE_DIR="),
+        ("RuntimeError('Failed to find C compiler. Please specify via CC environment variable')", "apt-get install"),
+        ("RuntimeError('CUDA error: no kernel image is available for execution on the device')", "pip install --force"),
+        ("torch.OutOfMemoryError('CUDA out of memory.')", "a smaller max_length"),
+    ],
+    ids=["foreign_cache", "nfs_cache", "no_compiler", "no_image", "memory"],
+)
+def test_v50_a_fault_of_the_machine_is_not_mended_by_another_version_of_the_package(tmp_path, monkeypatch, error, way):
+    monkeypatch.setattr(probe, "EDGE_LENGTHS", (1, 33))
+    write_fakes(tmp_path, fla=rule(f"raise {error}"))
+    found = check_of(RULE, model_bound_to(tmp_path, monkeypatch), probe=True)
+    assert found.verdict is KernelVerdict.BROKEN
+    assert found.fix.startswith(way)
+
+
 def test_one_layer_of_three_with_another_binding_is_counted_and_named(tmp_path, monkeypatch):
     write_fakes(tmp_path, fla=RIGHT_RULE, convolution=RIGHT_CONVOLUTION)
     model = model_bound_to(tmp_path, monkeypatch)
