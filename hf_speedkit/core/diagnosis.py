@@ -59,6 +59,8 @@ def diagnose(subject: TraceSummary, *, rules: Iterable[Rule] = RULES) -> tuple[F
         raise TypeError(f"expected a TraceSummary, got {type(subject).__name__}")
     signals = Signals(subject)
     found = [finding for finding in (rule(signals) for rule in rules) if finding is not None]
+    if any(finding.rule == "unknown" for finding in found):  # then idle time names no limit either
+        found = [finding for finding in found if finding.rule == "unknown" or finding.rule not in limits.NAMES_A_LIMIT]
     if not any(finding.rule in limits.NAMES_A_LIMIT for finding in found):
         found.append(limits.device_bound(signals) if _busy(signals) else limits.unclear(signals))
     return tuple(sorted(found, key=lambda finding: _WEIGHT[finding.severity]))

@@ -25,7 +25,7 @@ def unknown(signals: Signals) -> Finding | None:
     """No device events: nothing can be said about the device, least of all 0 ms (cases V75)."""
     trace = signals.trace
     if trace.device_unknown is None and (trace.launches or trace.device_time_ns):
-        return None
+        return _idle_unknown(signals)
     return Finding(
         rule="unknown",
         severity=Severity.WARNING,
@@ -33,6 +33,22 @@ def unknown(signals: Signals) -> Finding | None:
         evidence=(trace.device_unknown or "no device numbers were given",),
         advice="record with CUDA activity, no other profiler attached, and the container allowed to use CUPTI "
         "(NVreg_RestrictProfilingToAdminUsers=0 or CAP_SYS_ADMIN)",
+    )
+
+
+def _idle_unknown(signals: Signals) -> Finding | None:
+    """Device events, of which too many were lost, or none is paired: idle time then proves nothing."""
+    trace, device = signals.trace, signals.device
+    if trace.idle_unknown is None or device is None or device.idle_share < IDLE_MATTERS:
+        return None
+    return Finding(
+        rule="unknown",
+        severity=Severity.WARNING,
+        message=f"Unknown: the device looks idle for {percent(device.idle_share)} of the step, and the file does not "
+        "say why.",
+        evidence=(trace.idle_unknown,),
+        advice="record the step again, with CPU and CUDA activity, one warm-up step and no other profiler attached; "
+        "read the file as it was written, not filtered or converted",
     )
 
 

@@ -175,6 +175,7 @@ class TraceSummary:
         overlapping_ops: operators that overlap another of their thread without being inside it.
         kernels: table 2, by total time; None when device work is unknown. device_time_ns: its sum.
         device_unknown: why there is no device number; None when there are.
+        idle_unknown: why nothing follows from the device's idle time; None where something does.
         launches: device events; None when unknown.
         launch_calls: host calls that started device work.
         launches_before_window: device events whose launch call is not in the file.
@@ -211,6 +212,7 @@ class TraceSummary:
     kernels: tuple[KernelRow, ...] | None = None
     device_time_ns: int | None = None
     device_unknown: str | None = None
+    idle_unknown: str | None = None
     launches: int | None = None
     launch_calls: int | None = None
     launches_before_window: int = 0

@@ -16,9 +16,10 @@ import numpy as np
 from hf_speedkit.core.kernel_groups import blocks_host, starts_work
 from hf_speedkit.core.trace_records import DeviceSummary, StepFacts, TraceSummary
 from hf_speedkit.measure.trace_bytes import DEFAULT_LIMIT_BYTES
-from hf_speedkit.measure.trace_columns import ABSENT, Columns, read_columns
+from hf_speedkit.measure.trace_columns import ABSENT, KIND_OF_CATEGORY, Columns, read_columns
 from hf_speedkit.measure.trace_device import Window, device_summary, idle_causes, timeline, window_of
 from hf_speedkit.measure.trace_intervals import union
+from hf_speedkit.measure.trace_losses import lost_launches, processes_with_steps, why_lost
 from hf_speedkit.measure.trace_modules import module_rows, range_rows
 from hf_speedkit.measure.trace_reader import TraceStream, device_names, whole_number
 from hf_speedkit.measure.trace_steps import step_of_events, step_summaries, steps_that_did_something, sync_rows
@@ -53,14 +54,16 @@ def summarize_trace(path: str | Path, *, limit_bytes: int = DEFAULT_LIMIT_BYTES)
     window = window_of(columns, work, steps, step_of_event, full)
     devices, after_sync = _devices(columns, work, host, window, stream.metadata)
     overhead = columns.table("overhead")
+    mixed = processes_with_steps(columns)
+    lost = why_lost(*lost_launches(columns, work, steps)) if mixed < 2 else None
     return TraceSummary(
         file=path.name,
         events=stream.count,
         complete_events=columns.complete_events,
         categories=columns.categories,
         dropped_events=stream.dropped + columns.dropped,
-        partial=_partial(stream, columns),
-        notes=_notes(columns, steps, operators.overlapping),
+        partial=(*_partial(stream, columns), *([lost] if lost else [])),
+        notes=_notes(work, steps, operators.overlapping),
         rank=_distributed(stream.metadata, "rank"),
         world_size=_distributed(stream.metadata, "world_size"),
         steps=step_summaries(columns, work, steps, host, step_of_event, _origin(columns)),
@@ -70,7 +73,8 @@ def summarize_trace(path: str | Path, *, limit_bytes: int = DEFAULT_LIMIT_BYTES)
         overlapping_ops=operators.overlapping,
         kernels=kernel_rows(columns, work) if work.known else None,
         device_time_ns=int(work.events.duration.sum()) if work.known else None,
-        device_unknown=_why_unknown(columns, work),
+        device_unknown=_why_unknown(stream, columns, work),
+        idle_unknown=lost or _why_not_said(work, mixed),
         launches=len(work.events) if work.known else None,
         launch_calls=int(work.launches.sum()) if work.known or work.launches.any() else None,
         launches_before_window=int((work.call < 0).sum()),
@@ -133,8 +137,10 @@ def _partial(stream: TraceStream, columns: Columns) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def _notes(columns: Columns, steps: Steps, overlapping: int) -> tuple[str, ...]:
+def _notes(work: Work, steps: Steps, overlapping: int) -> tuple[str, ...]:
     notes = []
+    if work.cut:
+        notes.append(f"{work.cut:,} device events ran on beyond the next of their stream, a fault of ROCm's: cut there")
     if not len(steps):
         notes.append("no ProfilerStep marks: the whole file counts as one step")
     if steps.cut_off:
@@ -144,17 +150,33 @@ def _notes(columns: Columns, steps: Steps, overlapping: int) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _why_unknown(columns: Columns, work: Work) -> str | None:
+_OF_OTHER_KINDS = frozenset({"cuda_sync", "trace", "ac2g", "fwdbwd", "cpu_instant_event", "collective_comm"})
+
+
+def _why_unknown(stream: TraceStream, columns: Columns, work: Work) -> str | None:
     if work.known:
         return None
+    if stream.count and not columns.complete_events:
+        return f"none of the file's {stream.count:,} events has a duration (phase X): it is not torch.profiler's"
+    unknown = [name for name in columns.categories if name.lower() not in {*KIND_OF_CATEGORY, *_OF_OTHER_KINDS, ""}]
+    others = f" Its categories {', '.join(sorted(unknown)[:4])} are not ones this reader knows." if unknown else ""
     if work.launches.any():
         return (
             "the file holds launch calls but no device events: CUPTI was refused or taken (a second profiler, missing "
-            "privileges in the container, or a file cut off before them)"
+            f"privileges in the container, or a file cut off before them).{others}"
         )
     if any(category.lower().startswith("mtia_") for category in columns.categories):
         return "the device events of this accelerator are not ones this reader knows"
-    return "the file holds no device events: a CPU run, or the profiler was not asked for CUDA activity"
+    return f"the file holds no device events: a CPU run, or the profiler was not asked for CUDA activity.{others}"
+
+
+def _why_not_said(work: Work, processes: int) -> str | None:
+    """Why nothing follows from idle time: events that no call is known of, or files of several ranks in one."""
+    if processes > 1:
+        return f"{processes} processes marked steps: files of several ranks in one; read each rank's own file"
+    if not work.known or (work.call >= 0).any():
+        return None
+    return "no device event is paired with the call that launched it (the correlation is missing)"
 
 
 def _distributed(metadata: Mapping[str, Any], key: str) -> int | None:

@@ -286,7 +286,10 @@ def _whole(events: list[Any], argument: str) -> Ints:
     array = _numeric(values)
     if array is not None and array.dtype == np.int64:
         return array
-    return _column([value if type(value) is int and -(1 << 62) < value < 1 << 62 else ABSENT for value in values])
+    numbers = [
+        int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 20 else value for value in values
+    ]
+    return _column([value if type(value) is int and -(1 << 62) < value < 1 << 62 else ABSENT for value in numbers])
 
 
 def _numeric(values: list[Any]) -> npt.NDArray[Any] | None:

@@ -67,7 +67,7 @@ def idle_causes(work: Work, host: Host, busy: Intervals, window: Window, on_devi
     """
     gaps = busy.gaps(window.start, window.end)
     after_sync = np.zeros(len(host.sync), dtype=np.int64)
-    if not len(gaps):
+    if not len(gaps) or not (work.call >= 0).any():  # without a single pair nobody knows what was queued
         return DeviceIdle(dict.fromkeys(IDLE_CAUSES, 0), after_sync)
     span = gaps.start, gaps.end
     length = gaps.end - gaps.start

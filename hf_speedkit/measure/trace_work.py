@@ -22,6 +22,7 @@ from hf_speedkit.core.kernel_groups import (
 )
 from hf_speedkit.measure.trace_columns import ABSENT, DEVICE_KINDS, STEP_PREFIX, Columns, Table, concatenated
 from hf_speedkit.measure.trace_intervals import Intervals, Lanes, Nesting, union
+from hf_speedkit.measure.trace_losses import cut_overruns
 
 Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -48,6 +49,7 @@ class Work:
         calls: runtime and driver calls.
         call: index of its launch call per event, -1 for none in the file.
         launches: per call, whether it started device work.
+        cut: events that were ended where the next of their stream begins (`trace_losses.cut_overruns`).
     """
 
     events: Table
@@ -59,6 +61,7 @@ class Work:
     calls: Table
     call: Ints
     launches: Mask
+    cut: int = 0
 
     @property
     def known(self) -> bool:
@@ -85,7 +88,7 @@ class Work:
 
 def join_work(columns: Columns) -> Work:
     """Pair device events with the calls that launched them, by correlation; name their groups."""
-    events = columns.table(*DEVICE_KINDS)
+    events, cut = cut_overruns(columns.table(*DEVICE_KINDS), columns)
     kind = np.repeat(np.arange(len(DEVICE_KINDS)), [len(columns.table(one)) for one in DEVICE_KINDS]).astype(np.int64)
     calls = columns.table("call")
     call = _launch_calls(events, calls)
@@ -96,7 +99,7 @@ def join_work(columns: Columns) -> Work:
     group, groups = _mark_mask_building(columns, calls, call, group, groups)
     device, devices = _devices(columns, events)
     launches = started | named[calls.name] if len(calls) else started
-    return Work(events, kind, group, groups, device, devices, calls, call, launches)
+    return Work(events, kind, group, groups, device, devices, calls, call, launches, cut)
 
 
 def _launch_calls(events: Table, calls: Table) -> Ints:
