@@ -146,12 +146,10 @@ def diagnose_model(
         probe: also build the layers at their sizes, with random weights, and run them on `device`.
         device: where a probe runs.
     """
-    from hf_speedkit.core.records import KernelVerdict
-    from hf_speedkit.kernels.caches import cache_folders
     from hf_speedkit.kernels.fla_convolution import through_fla
     from hf_speedkit.kernels.inspection import check_kernels
     from hf_speedkit.kernels.requirements import family_of
-    from hf_speedkit.kernels.verdicts import Judgement, check_of, nothing_known
+    from hf_speedkit.kernels.verdicts import check_of, nothing_known
     from hf_speedkit.trainer.installed_versions import untested_versions
 
     checks = check_kernels(config, tokens_per_batch=slots, stack=stack)
@@ -160,20 +158,11 @@ def diagnose_model(
     probe_s = None
     # A combination that is known to fail may end the process: it is not run.
     if probe and not any(check.verdict.value == "BLOCKED" for check in checks):
-        import torch
-
-        from hf_speedkit.kernels.skeleton import probe_config
+        from hf_speedkit.kernels.caches import cache_folders
 
         before = [(folder, folder.files()) for folder in cache_folders()]
         began = time.perf_counter()
-        try:
-            checks, changed = probe_config(
-                config, device=torch.device(device), dtype=torch.bfloat16, tokens_per_batch=slots, stack=stack
-            )
-        except Exception as error:  # noqa: BLE001 (whatever the model's own code raises: the probe has shown nothing)
-            why = f"the probe could not be run: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            unproven = Judgement(verdict=KernelVerdict.UNVERIFIED, evidence="nothing was run", reason=why)
-            checks = (*checks, check_of("probe", "layers of its sizes", 0, 0, unproven))
+        checks, changed = _probed(checks, config, stack=stack, slots=slots, device=device)
         probe_s = time.perf_counter() - began
         caches = tuple(
             Cache(compiler=f.compiler, variable=f.variable, path=str(f.path), new_files=f.files() - count)
@@ -202,6 +191,26 @@ def diagnose_model(
         probe_s=probe_s,
         caches=caches,
     )
+
+
+def _probed(
+    checks: tuple[KernelCheck, ...], config: Any, *, stack: Stack, slots: int, device: str
+) -> tuple[tuple[KernelCheck, ...], tuple[str, ...]]:
+    """What running the layers showed, and what was put in their place; `checks` and why where it could not be run."""
+    import torch
+
+    from hf_speedkit.core.records import KernelVerdict
+    from hf_speedkit.kernels.skeleton import probe_config
+    from hf_speedkit.kernels.verdicts import Judgement, check_of
+
+    try:
+        return probe_config(
+            config, device=torch.device(device), dtype=torch.bfloat16, tokens_per_batch=slots, stack=stack
+        )
+    except Exception as error:  # noqa: BLE001 (whatever the model's own code raises: the probe has shown nothing)
+        why = f"the probe could not be run: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        unproven = Judgement(verdict=KernelVerdict.UNVERIFIED, evidence="nothing was run", reason=why)
+        return (*checks, check_of("probe", "layers of its sizes", 0, 0, unproven)), ()
 
 
 def _packed_attention(config: Any, stack: Stack, slots: int) -> KernelCheck | None:

@@ -25,11 +25,11 @@ from hf_speedkit.core.errors import ConfigurationError, KernelAssertionError
 # transformers takes names that contain "flash" for its own packages (utils/generic.py, is_flash_attention_requested).
 NAME = "speedkit_varlen"
 MAX_HEAD_DIM = 256
-# What transformers 5.23's configurations call dropout of attention weights (GPT-2 and its kin: attn_pdrop).
 # Text models of transformers 5.23 and 5.24 whose layers hand attention a learned sink.
 SINKS = ("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4_vl_text", "mimo_v2_flash", "openai_privacy_filter")
 # What layers of transformers 5.23 hand to their attention and only some implementations read; sinks by another name.
 _NOT_HERE = ("position_bias", "sinks", "indices", "block_indices")
+# What transformers 5.23's configurations call dropout of attention weights (GPT-2 and its kin: attn_pdrop).
 _DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
 

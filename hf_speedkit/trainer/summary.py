@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from rich.table import Table
 
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
 from hf_speedkit.core.summary import RunSummary
+from hf_speedkit.core.throughput import RunTotals
 from hf_speedkit.core.window_findings import step_limit
 
 _WIDTH = 110
@@ -89,6 +90,13 @@ def _speed_rows(summary: RunSummary) -> Iterator[Row]:
         f"{tokens.slots:,} slots, {_number(tokens.real)} real and {_number(tokens.target)} target tokens, "
         f"{_number(tokens.documents)} documents in {_steps(totals.session_steps)}",
     )
+    yield from _time_rows(totals)
+    yield from _rate_rows(totals.rates)
+    if totals.nonfinite_steps:
+        yield "non-finite steps", f"{totals.nonfinite_steps:,}"
+
+
+def _time_rows(totals: RunTotals) -> Iterator[Row]:
     step = totals.rates.get("speed/step_time_s")
     if step is not None:
         parts = [
@@ -109,11 +117,13 @@ def _speed_rows(summary: RunSummary) -> Iterator[Row]:
     spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in outside.items() if seconds >= 0.05)
     if spent:
         yield "not in step time", spent
-    if "speed/mfu" in totals.rates:
-        again = f", {totals.rates['speed/hfu']:.1f} % with recompute" if "speed/hfu" in totals.rates else ""
-        yield "MFU", f"{totals.rates['speed/mfu']:.1f} %{again}"
-    if "speed/launches" in totals.rates:
-        rates = totals.rates
+
+
+def _rate_rows(rates: Mapping[str, float]) -> Iterator[Row]:
+    if "speed/mfu" in rates:
+        again = f", {rates['speed/hfu']:.1f} % with recompute" if "speed/hfu" in rates else ""
+        yield "MFU", f"{rates['speed/mfu']:.1f} %{again}"
+    if "speed/launches" in rates:
         yield (
             "a counted step",
             f"{rates['speed/launches']:,.0f} launches by {rates['speed/launch_calls']:,.0f} calls, device busy "
@@ -122,8 +132,6 @@ def _speed_rows(summary: RunSummary) -> Iterator[Row]:
         limit = step_limit(rates)
         if limit is not None:
             yield "", limit.message
-    if totals.nonfinite_steps:
-        yield "non-finite steps", f"{totals.nonfinite_steps:,}"
 
 
 def _loss_rows(summary: RunSummary) -> Iterator[Row]:

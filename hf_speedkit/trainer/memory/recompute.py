@@ -3,7 +3,8 @@
 Checkpointing every layer recomputes each layer's forward pass, a quarter of all the work, whether memory is short or
 not. Rows have one shape, so what a layer keeps is the same in every step: the peaks of the second step's parts (the
 first step has no optimizer state yet beside its activations) and the bytes one layer keeps say how many layers need not
-be checkpointed. The values computed are the same either way.
+be checkpointed, or how many can keep the outputs of their products (`kept_products`). The values computed are the same
+either way.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def checkpointed_layers(model: torch.nn.Module) -> list[_Layer]:
 
 
 class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
-    """Chooses how many layers are checkpointed.
+    """Chooses how many layers are checkpointed, and how many of those keep the outputs of their products.
 
     Args:
         layers: "auto" (on a GPU, with packing), "all", or how many, counted from the first layer. The last layers are
@@ -264,7 +265,7 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
         return [0 if layer.products is None else layer.products.bytes for layer in self._candidates]
 
     def _look(self, memory: DeviceMemory, device: torch.device) -> None:
-        """Checkpoint a third more of the layers left alone where the allocator had to search for memory.
+        """Leave a third fewer layers alone, or keep a third less, where the allocator had to search for memory.
 
         It finds some, by giving its cache back and asking the driver anew: right, but it stops host and device. With 17
         of 64 layers left alone and no room for them, a 27B did 2,346 tokens/s per H200 (benchmarks/NOTES.md).

@@ -140,63 +140,75 @@ def count_batch(
     if shape is None:
         return None
     slots = shape[0] * shape[1]
+    counts: dict[str, Any] = {"slots": slots, "real": slots, "documents": shape[0], "squared_lengths": slots * shape[1]}
     on_device: dict[str, torch.Tensor] = {}
-    real: int | None = slots
-    documents: int | None = shape[0]
-    squared: int | None = shape[0] * shape[1] * shape[1]
-    lengths: torch.Tensor | None = None
-    mask, boundaries, positions = (keywords.get(name) for name in ("attention_mask", "cu_seq_lens_q", "position_ids"))
-    if torch.is_tensor(boundaries):
-        lengths = boundaries.diff().to(torch.int64)
-        documents, squared = int(lengths.numel()), 0
-        on_device["squared_lengths"] = lengths.square().sum()
-    elif torch.is_tensor(mask) and tuple(mask.shape) == tuple(shape):
-        lengths = mask.ne(0).sum(-1)
-        real, squared = 0, 0
-        on_device["real"] = lengths.sum()
-        on_device["squared_lengths"] = lengths.square().sum()
-    elif mask is not None:
-        # A 4-D or per-layer mask: which positions hold a token cannot be read from it.
-        real = documents = squared = None
-    elif torch.is_tensor(positions) and positions.dim() == 2 and positions.numel() == slots:
-        documents = squared = 0
-        on_device |= _by_positions(positions, rule.window)
-    elif positions is not None:
-        documents = squared = None  # several positions a token (images): where documents begin is not known
+    lengths = _count_documents(keywords, shape, rule, counts, on_device)
     if any(name.startswith(_OTHER_INPUTS) for name, value in keywords.items() if value is not None):
         # An encoder for these computes as well: FLOPs of the text alone would be too few, so none are claimed.
-        squared = None
-        for name in ("squared_lengths", "window_pairs"):
-            on_device.pop(name, None)
-    pairs = 0 if "window_pairs" in on_device else _pairs_in_window(shape, squared, lengths, rule)
-    if torch.is_tensor(pairs):
-        on_device["window_pairs"], pairs = pairs, 0
+        _forget(counts, on_device, "squared_lengths", "window_pairs")
+    if "window_pairs" in on_device:
+        counts["window_pairs"] = 0
+    else:
+        pairs = _pairs_in_window(shape, counts["squared_lengths"], lengths, rule)
+        counts["window_pairs"] = 0 if torch.is_tensor(pairs) else pairs
+        on_device |= {"window_pairs": pairs} if torch.is_tensor(pairs) else {}
     if rule.cut:
-        documents = squared = pairs = None
-        for name in ("documents", "squared_lengths", "window_pairs"):
-            on_device.pop(name, None)
+        _forget(counts, on_device, "documents", "squared_lengths", "window_pairs")
     labels: Any = keywords.get("labels")
     target = _targets(labels, keywords.get("shift_labels"), rule)
+    counts["target"] = None if target is None else 0
     if target is not None:
         on_device["target"] = target
     if rule.encoder_decoder:
-        squared = pairs = None  # two lengths a document
-        for name in ("squared_lengths", "window_pairs"):
-            on_device.pop(name, None)
+        _forget(counts, on_device, "squared_lengths", "window_pairs")  # two lengths a document
         if target is None:
-            real = None
+            counts["real"] = None
         else:
-            slots += labels.numel()
+            counts["slots"] += labels.numel()
             on_device["real"] = on_device["real"] + target if "real" in on_device else target
-    counts = TokenCounts(
-        slots=slots,
-        real=real,
-        target=None if target is None else 0,
-        documents=documents,
-        squared_lengths=squared,
-        window_pairs=pairs,
-    )
-    return counts, on_device
+    return TokenCounts(**counts), on_device
+
+
+def _count_documents(
+    keywords: Mapping[str, Any],
+    shape: tuple[int, int],
+    rule: LabelRule,
+    counts: dict[str, Any],
+    on_device: dict[str, torch.Tensor],
+) -> torch.Tensor | None:
+    """Correct `counts` by what the batch says of its documents; what is on the device goes to `on_device`.
+
+    Returns:
+        Length of each document, on the device; None where nothing but the shape tells, or where it is not known.
+    """
+    mask, boundaries, positions = (keywords.get(name) for name in ("attention_mask", "cu_seq_lens_q", "position_ids"))
+    if torch.is_tensor(boundaries):
+        lengths = boundaries.diff().to(torch.int64)
+        counts |= {"documents": int(lengths.numel()), "squared_lengths": 0}
+        on_device["squared_lengths"] = lengths.square().sum()
+        return lengths
+    if torch.is_tensor(mask) and tuple(mask.shape) == tuple(shape):
+        lengths = mask.ne(0).sum(-1)
+        counts |= {"real": 0, "squared_lengths": 0}
+        on_device |= {"real": lengths.sum(), "squared_lengths": lengths.square().sum()}
+        return lengths
+    if mask is not None:
+        # A 4-D or per-layer mask: which positions hold a token cannot be read from it.
+        counts |= {"real": None, "documents": None, "squared_lengths": None}
+    elif torch.is_tensor(positions) and positions.dim() == 2 and positions.numel() == counts["slots"]:
+        counts |= {"documents": 0, "squared_lengths": 0}
+        on_device |= _by_positions(positions, rule.window)
+    elif positions is not None:
+        # Several positions a token (images): where documents begin is not known.
+        counts |= {"documents": None, "squared_lengths": None}
+    return None
+
+
+def _forget(counts: dict[str, Any], on_device: dict[str, torch.Tensor], *names: str) -> None:
+    """Make these counts unknown."""
+    for name in names:
+        counts[name] = None
+        on_device.pop(name, None)
 
 
 class GradientProbe:
