@@ -90,7 +90,8 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         allow_existing_output: train into an output_dir that already holds a run.
         stuck_rank_timeout_s: seconds in which no rank goes on, after which the run ends and the missing rank is named;
             0 leaves it to `ddp_timeout` (1,800 s), which names nobody. See docs/fsdp2.md.
-        fsdp_prefetch_layers: layers that FSDP2 gathers ahead; None leaves torch's own choice, one.
+        fsdp_prefetch_layers: layers that FSDP2 gathers ahead; None leaves torch's own choice, one, as reentrant
+            checkpointing does.
         fsdp_zero_copy: FSDP2 gathers weights into the parameters and reduces gradients from where they are, instead of
             through flat copies of both; proven before step 1, and left out where torch or a group's sharding does not
             allow it.

@@ -1,5 +1,6 @@
 """FSDP2: what it has made of a model, and its gathers corrected.
 
+- what a model's units are: units
 - looked at before step 1: prepared, preflight
-- corrected for the time of training: communication, gradient_memory, zero_copy, zero_copy_proof
+- corrected for the time of training: communication, ahead, gradient_memory, zero_copy, zero_copy_proof
 """

@@ -16,9 +16,11 @@ import torch
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.trainer.adapters import below_adapters
+from hf_speedkit.trainer.sharded.ahead import gather_next, let_go_of_unused, prefetch, reentrant
 from hf_speedkit.trainer.sharded.gradient_memory import ReduceScatterInOneMemory
+from hf_speedkit.trainer.sharded.units import group_of, is_sharded, parameter_groups
 from hf_speedkit.trainer.sharded.zero_copy import ZeroCopyAllGather, ZeroCopyReduceScatter, obstacle, zero_copy
-from hf_speedkit.trainer.sharded.zero_copy_proof import difference
+from hf_speedkit.trainer.sharded.zero_copy_proof import proven
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,7 @@ def corrected_gathers(
     4. With `prefetch_layers`, that many layers are gathered ahead, in forward and backward.
     5. In steps of one backward pass, gradients lie in the memory that activations were in (`gradient_memory`).
     6. Weights are gathered into the parameters and gradients reduced from where they are, without copies (`zero_copy`).
+    7. What was gathered ahead of layers that did not run is let go of with the pass (`let_go_of_unused`).
 
     Args:
         model: the prepared model; anything else passes through.
@@ -52,43 +55,28 @@ def corrected_gathers(
         raise ConfigurationError(
             f"fsdp_prefetch_layers={prefetch_layers} is no number of layers", mend="leave it out: torch gathers 1 ahead"
         )
+    compiled = hasattr(model, "_orig_mod")
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper is no FSDP2 unit itself
     with ExitStack() as stack:
-        lines = []
+        lines: list[str | None] = []
         if is_sharded(model):
-            lines = [
-                line
-                for line in (
-                    _gather_lone_head(model, stack),
-                    _spare_embedding(model, stack),
-                    _finish_partial_groups(model, stack),
-                    _prefetch(model, prefetch_layers, stack),
-                    *_one_memory(model, backward_passes, without_copies, prefetch_layers or 1, stack),
-                )
-                if line is not None
+            let_go_of_them = let_go_of_unused(model, stack, compiled=compiled)
+            lines += [
+                _gather_lone_head(model, stack),
+                _spare_embedding(model, stack),
+                _finish_partial_groups(model, stack),
+                prefetch(model, prefetch_layers, stack),
             ]
-        for line in lines:
+            if hasattr(model, "set_custom_reduce_scatter"):
+                memory = ReduceScatterInOneMemory(next(model.parameters()).device)
+                lines.append(_one_memory(model, memory, backward_passes, stack))
+                if without_copies:
+                    gather = ZeroCopyAllGather(let_go_of_them)
+                    lines.append(_without_copies(model, gather, memory, prefetch_layers or 1, stack))
+        changed = tuple(line for line in lines if line is not None)
+        for line in changed:
             logger.info("FSDP2: %s", line)
-        yield tuple(lines)
-
-
-def is_sharded(module: Any) -> bool:
-    """Whether `fully_shard` was applied to this very module."""
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(module, FSDPModule)
-
-
-def group_of(module: Any) -> tuple[torch.nn.Module, ...]:
-    """The modules that are gathered together with this one; empty where it is no FSDP2 unit.
-
-    Reads a private attribute of torch, the same from 2.6 to 2.13 (`FSDPState._modules`); an unknown layout gives the
-    module alone.
-    """
-    if not is_sharded(module):
-        return ()
-    modules: tuple[torch.nn.Module, ...] = getattr(module._get_fsdp_state(), "_modules", (module,))
-    return modules
+        yield changed
 
 
 def _gather_lone_head(model: Any, stack: ExitStack) -> str | None:
@@ -146,116 +134,55 @@ def _finish_partial_groups(model: Any, stack: ExitStack) -> str | None:
     return "groups that an evaluation ran in part are completed"
 
 
-def _prefetch(model: Any, layers_ahead: int | None, stack: ExitStack) -> str | None:
-    """Gather layers ahead of time.
-
-    Source: FSDPModule.set_modules_to_forward_prefetch and set_modules_to_backward_prefetch.
-    """
-    layers = _layers(model)
-    if not layers_ahead or len(layers) < 2:
-        return None
-    for place, layer in enumerate(layers):
-        layer.set_modules_to_forward_prefetch(layers[place + 1 : place + 1 + layers_ahead])
-        layer.set_modules_to_backward_prefetch(layers[max(0, place - layers_ahead) : place][::-1])
-        stack.callback(layer.set_modules_to_forward_prefetch, [])
-        stack.callback(layer.set_modules_to_backward_prefetch, [])
-    return f"layers are gathered {layers_ahead} ahead"
-
-
-def _one_memory(
-    model: Any, backward_passes: int, without_copies: bool, layers_ahead: int, stack: ExitStack
-) -> Iterator[str]:
-    if not hasattr(model, "set_custom_reduce_scatter"):
-        return
-    memory = ReduceScatterInOneMemory(next(model.parameters()).device)
+def _one_memory(model: Any, memory: ReduceScatterInOneMemory, backward_passes: int, stack: ExitStack) -> str | None:
     if backward_passes > 1:
         memory.close()
-    else:
-        for module in model.modules():
-            if is_sharded(module):
-                module.set_custom_reduce_scatter(memory)
-        handle = model.register_forward_pre_hook(memory.release)
-        stack.callback(memory.close)
-        stack.callback(handle.remove)
-        yield "gradients lie in the memory that activations were in"
-    if without_copies and (line := _without_copies(model, memory, layers_ahead, stack)) is not None:
-        yield line
+        return None
+    _communicate(model, stack, reduce_scatter=memory)
+    handle = model.register_forward_pre_hook(memory.release)
+    stack.callback(memory.close)
+    stack.callback(handle.remove)
+    return "gradients lie in the memory that activations were in"
 
 
-def _without_copies(model: Any, memory: ReduceScatterInOneMemory, layers_ahead: int, stack: ExitStack) -> str | None:
+def _without_copies(
+    model: Any, gather: ZeroCopyAllGather, memory: ReduceScatterInOneMemory, layers_ahead: int, stack: ExitStack
+) -> str | None:
     if not hasattr(model, "set_custom_all_gather"):
         return None
-    units = [module for module in model.modules() if is_sharded(module)]
     with ExitStack() as own:
-        reason = obstacle() or _reentrant(model)
+        reason = obstacle() or reentrant(model)
         if reason is None:
             own.enter_context(zero_copy())
-            gather, reduce_scatter = ZeroCopyAllGather(), ZeroCopyReduceScatter(memory)
-            for module in units:
-                module.set_custom_all_gather(gather)
-                module.set_custom_reduce_scatter(reduce_scatter)
+            _communicate(model, own, gather=gather, reduce_scatter=ZeroCopyReduceScatter(memory))
             try:
-                reason = difference(layer for layers in _lists_of_layers(model) for layer in layers)
+                found = proven(parameter_groups(model))
+                reason = found.wrong
             except (AttributeError, TypeError) as error:  # torch's private parts have changed, and on all ranks alike
                 reason = f"torch {torch.__version__} is made in another way ({error})"
         if reason is not None:
             logger.warning("FSDP2 copies weights and gradients, as it does by itself: %s", reason)
             return None
-        _gather_ahead(model, layers_ahead, own)
+        if not found.gathered and not found.reduced:
+            logger.info("FSDP2 copies weights and gradients, as it does by itself: %s", found.why_none)
+            return None
+        if found.gathered:
+            gather_next(model, layers_ahead, own)
         stack.enter_context(own.pop_all())
-    return "weights are gathered into the parameters and gradients reduced from where they are, without copies"
+    return found.line
 
 
-def _reentrant(model: Any) -> str | None:
-    """Reentrant checkpointing runs FSDP2's forward hooks in the backward pass: each layer would gather the one behind
-    it again, which is done, and the whole model would lie gathered at the end of the step."""
+def _communicate(model: Any, stack: ExitStack, *, reduce_scatter: Any, gather: Any = None) -> None:
+    """Let all groups use these, and what they used before when it ends (torch has a method for the first only)."""
+    for group in parameter_groups(model):
+        for name in ("_all_gather_comm", "_reduce_scatter_comm"):
+            if hasattr(group, name):
+                stack.callback(setattr, group, name, getattr(group, name))
     for module in model.modules():
-        function = getattr(module, "_gradient_checkpointing_func", None) or getattr(module, "checkpoint_fn", None)
-        if (getattr(function, "keywords", None) or {}).get("use_reentrant"):
-            return "checkpointing is reentrant, and would gather every layer ahead once more in the backward pass"
-    return None
-
-
-def _gather_ahead(model: Any, layers_ahead: int, stack: ExitStack) -> None:
-    """Let each group of a forward pass gather those behind it.
-
-    Without copies a gather waits for the memory that it writes to, which the training stream gives back. Begun with its
-    own layer, as in torch's forward passes, it would wait for the layer before to end, and training for the gather.
-    """
-    chains = _lists_of_layers(model)
-    longest = _layers(model)
-    within = {id(part) for chain in chains for layer in chain for part in layer.modules()}
-    embedding = model.get_input_embeddings()
-    behind = next(
-        (m for m in model.modules() if is_sharded(m) and m not in (model, embedding) and id(m) not in within), None
-    )
-    for chain in chains:
-        if chain == longest:
-            chain = [*([embedding] if is_sharded(embedding) else []), *chain, *([behind] if behind is not None else [])]
-        for place, group in enumerate(chain):
-            group.set_modules_to_forward_prefetch(chain[place + 1 : place + 1 + layers_ahead])
-            stack.callback(group.set_modules_to_forward_prefetch, [])
-
-
-def _layers(model: Any) -> list[Any]:
-    """The sharded layers, in the order in which they run: the longest list of modules that are all FSDP2 units."""
-    return max(_lists_of_layers(model), key=len, default=[])
-
-
-def _lists_of_layers(model: Any) -> list[list[Any]]:
-    lists = [
-        [_within_wrapper(part) for part in module]
-        for module in model.modules()
-        if isinstance(module, torch.nn.ModuleList)
-    ]
-    return [layers for layers in lists if layers and all(is_sharded(layer) for layer in layers)]
-
-
-def _within_wrapper(module: Any) -> Any:
-    """The layer in FSDP's own activation checkpointing: accelerate shards it, and the wrapper around what is left."""
-    while (inner := getattr(module, "_checkpoint_wrapped_module", None)) is not None:
-        module = inner
-    return module
+        if is_sharded(module):
+            module.set_custom_reduce_scatter(reduce_scatter)
+            if gather is not None:
+                module.set_custom_all_gather(gather)
 
 
 def _backbone(model: Any) -> Any:

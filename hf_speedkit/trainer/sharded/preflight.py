@@ -10,7 +10,8 @@ from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.core.records import Finding, Severity
 from hf_speedkit.core.sharding import judge, judge_loading, sentence
 from hf_speedkit.trainer.ranks.agreement import agree_sharing
-from hf_speedkit.trainer.sharded.prepared import LoadedWeights, decoder_layers, peak_host_growth, prepared_model
+from hf_speedkit.trainer.sharded.prepared import LoadedWeights, peak_host_growth, prepared_model
+from hf_speedkit.trainer.sharded.units import decoder_layers
 
 if TYPE_CHECKING:
     from hf_speedkit.trainer.sft import SpeedSFTTrainer

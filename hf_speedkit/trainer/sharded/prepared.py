@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_speedkit.core.sharding import DecayParameters, PreparedModel, ShardGroup
-from hf_speedkit.trainer.sharded.communication import is_sharded
+from hf_speedkit.trainer.sharded.units import decoder_layers, is_sharded
 
 if TYPE_CHECKING:
     from hf_speedkit.trainer.sft import SpeedSFTTrainer
@@ -93,13 +93,6 @@ def shard_groups(model: Any) -> tuple[ShardGroup, ...]:
         for name, parameter in module.named_parameters(recurse=False):
             parameters[f"{names[id(module)]}.{name}".lstrip(".")] = parameter
     return tuple(_group(state, parameters, held[0], names) for state, parameters, held in groups.values() if parameters)
-
-
-def decoder_layers(model: Any) -> list[Any]:
-    """A model's layers: the longest of its outermost module lists."""
-    lists = [(name.count("."), part) for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList)]
-    outermost = min((depth for depth, _ in lists), default=0)
-    return list(max((part for depth, part in lists if depth == outermost), key=len, default=()))
 
 
 def peak_host_growth(model: Any, status: Path = Path("/proc/self/status")) -> int:

@@ -49,7 +49,22 @@ class ZeroCopyAllGather:
     """For `FSDPModule.set_custom_all_gather`: inside `zero_copy`, groups that have it are gathered without copies.
 
     Called by torch itself, for groups that need the copies, it does what torch's own does.
+
+    Args:
+        let_go_of_unused: called behind each backward pass. torch forgets then what was gathered for a layer whose
+            backward pass did not come, but not the memory that was gathered into: with its own copies there is none.
     """
+
+    def __init__(self, let_go_of_unused: Callable[[], None]) -> None:
+        self._let_go_of_unused = let_go_of_unused
+        self._backward_pass = -1
+
+    def begin(self) -> None:
+        """A gather begins. The first one of a backward pass queues what follows that, behind torch's own end of it."""
+        running = torch._C._current_graph_task_id()
+        if running not in (-1, self._backward_pass):
+            self._backward_pass = running
+            torch.autograd.Variable._execution_engine.queue_callback(self._let_go_of_unused)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The flat buffer of a group that needs it."""
@@ -103,8 +118,9 @@ def obstacle() -> str | None:
 def zero_copy() -> Iterator[None]:
     """Let groups with a `ZeroCopyAllGather` or `ZeroCopyReduceScatter` do without copies, for the time of the context.
 
-    All other groups of the process, and those of such a group's calls that need a copy (other dtypes, hybrid sharding,
-    dimensions behind the first, CPU offload, quantized shards), run torch's own code. Only call it where `obstacle`
+    All other groups of the process, and those of such a group's calls that need a copy, run torch's own code: gathers
+    along dimensions behind the first, of CPU offload and of quantized shards; reductions of these, those under hybrid
+    sharding, and those in another precision (`gathers_directly`, `reduces_directly`). Only call it where `obstacle`
     finds none. The choice depends on what is the same on all ranks.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as torchs
@@ -121,6 +137,29 @@ def zero_copy() -> Iterator[None]:
         for name, (original, wrapped) in own.items():
             if getattr(torchs, name) is wrapped:
                 setattr(torchs, name, original)
+
+
+def gathers_directly(group: Any) -> bool:
+    """Whether this parameter group of FSDP2's is gathered without copies inside `zero_copy`.
+
+    Args:
+        group: torch's FSDPParamGroup, after its `lazy_init`.
+    """
+    return bool(group.fsdp_params) and _shards_of(group) > 1 and _can_gather(group.fsdp_params)
+
+
+def reduces_directly(group: Any) -> bool:
+    """Whether gradients of this group are reduced without copies inside `zero_copy`; see `gathers_directly`."""
+    trained = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
+    if not trained or _shards_of(group) == 1:
+        return False
+    given = {
+        "fsdp_params": trained, "reduce_scatter_group": group._reduce_scatter_process_group, "device": group.device,
+        "reduce_dtype": group._reduce_dtype, "gradient_divide_factor": group.gradient_divide_factor,
+        "all_reduce_group": group.mesh_info if group._is_hsdp else None, "all_reduce_hook": group._all_reduce_hook,
+        "force_sum_reduction_for_comms": group.force_sum_reduction_for_comms,
+    }  # fmt: skip
+    return _how_reduced(given, {param.param_dtype or param.orig_dtype for param in trained}) is not None
 
 
 def gather_shards(wholes: list[torch.Tensor], shards: list[torch.Tensor], group: Any) -> None:
@@ -149,6 +188,7 @@ def _gather(original: Callable[..., Any], *args: Any) -> Any:
         return original(*args)
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
 
+    comm.begin()
     devices = torch.get_device_module(device)
     with torch.no_grad():
         wholes = []
@@ -186,6 +226,10 @@ def _can_gather(params: Sequence[Any]) -> bool:
     return len(dtypes) == 1 and all(_plain_shard(param) and param.sharded_state.name == "SHARDED" for param in params)
 
 
+def _shards_of(group: Any) -> int:
+    return int(getattr(group.mesh_info, "shard_mesh_size", 1))
+
+
 def _plain_shard(param: Any) -> bool:
     return (
         param.fsdp_placement.dim == 0
@@ -199,17 +243,10 @@ def _reduce(original: Callable[..., Any], *args: Any) -> Any:
     given = dict(zip(_REDUCE, args, strict=False))
     params, grads, device = given["fsdp_params"], given["unsharded_grads"], given["device"]
     group, stream, comm = (given[f"reduce_scatter_{part}"] for part in ("group", "stream", "comm"))
-    if not isinstance(comm, ZeroCopyReduceScatter) or not _can_reduce(given):
+    how = _how_reduced(given, {grad.dtype for grad in grads})
+    if not isinstance(comm, ZeroCopyReduceScatter) or how is None:
         return original(*args)
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors as divisions
-
-    dtype = grads[0].dtype
-    before, after, op, _ = divisions(
-        group, None, dtype, device.type, given["gradient_divide_factor"],
-        given.get("force_sum_reduction_for_comms", False),
-    )  # fmt: skip
-    if before is not None:  # fp16: divided before the sum, in a copy
-        return original(*args)
+    dtype, op, after = how
     devices = torch.get_device_module(device)
     with torch.no_grad():
         wholes = [grad.contiguous() for grad in grads]
@@ -233,22 +270,26 @@ def _reduce(original: Callable[..., Any], *args: Any) -> Any:
     return results if _results_of_reduce(original) == len(results) else (*results[:2], *results[3:])
 
 
-def _can_reduce(given: dict[str, Any]) -> bool:
-    params, grads, group = given["fsdp_params"], given["unsharded_grads"], given["reduce_scatter_group"]
-    dtypes = {grad.dtype for grad in grads} | {given["reduce_dtype"] or grads[0].dtype}
-    return (
-        len(dtypes) == 1
-        and group is not None
-        and group.size() > 1
-        and given["all_reduce_group"] is None
-        and given["all_reduce_hook"] is None
-        and all(
-            _plain_shard(param)
-            and param._orig_size[0] % group.size() == 0
-            and not getattr(param.sharded_param, "_post_accumulate_grad_hooks", None)
-            for param in params
-        )
+def _how_reduced(given: dict[str, Any], dtypes: set[torch.dtype]) -> tuple[torch.dtype, Any, float | None] | None:
+    """The dtype and the operation of a reduction without copies, and by what its results are divided; else None."""
+    params, group = given["fsdp_params"], given["reduce_scatter_group"]
+    alone = group is not None and given["all_reduce_group"] is None and given["all_reduce_hook"] is None
+    if not alone or len(dtypes | ({given["reduce_dtype"]} - {None})) != 1:
+        return None
+    whole = all(
+        _plain_shard(param)
+        and param._orig_size[0] % group.size() == 0
+        and not getattr(param.sharded_param, "_post_accumulate_grad_hooks", None)
+        for param in params
     )
+    if group.size() == 1 or not whole:
+        return None
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors as divisions
+
+    (dtype,) = dtypes
+    factor, force_sum = given["gradient_divide_factor"], given.get("force_sum_reduction_for_comms", False)
+    before, after, op, _ = divisions(group, None, dtype, given["device"].type, factor, force_sum)
+    return None if before is not None else (dtype, op, after)  # fp16: divided before the sum, in a copy
 
 
 def _rooms(params: Sequence[Any], comm: Any, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:

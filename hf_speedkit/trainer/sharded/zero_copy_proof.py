@@ -2,70 +2,119 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from hf_speedkit.trainer.sharded.zero_copy import reduce_shards
+from hf_speedkit.trainer.sharded.zero_copy import gathers_directly, reduce_shards, reduces_directly
 
 # Of a mean of bf16 numbers: NCCL multiplies each by 1 / ranks before the sum, which is exact for powers of two only.
 _MEAN_TOLERANCE = 2.0**-5
 
 
-def difference(groups: Iterable[Any]) -> str | None:
-    """What collectives without copies do otherwise than torch's own, on any rank; None where there is nothing.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proven:
+    """What runs without copies, as it was seen.
+
+    Args:
+        groups, trained: how many parameter groups there are, and how many with trained parameters.
+        gathered, reduced: how many of them are gathered, and how many reduced, without copies.
+        on_host: shards lie in host memory.
+        wrong: what was done otherwise than torch does it, on any rank; None where there is nothing.
+    """
+
+    groups: int
+    trained: int
+    gathered: int
+    reduced: int
+    on_host: bool
+    wrong: str | None
+
+    @property
+    def line(self) -> str:
+        """What runs without copies, in words."""
+        if self.gathered == self.groups and self.reduced == self.trained:
+            return "weights are gathered into the parameters and gradients reduced from where they are, without copies"
+        return (
+            f"without copies, weights of {self.gathered} of {self.groups} groups are gathered into the parameters and "
+            f"gradients of {self.reduced} of {self.trained} reduced from where they are; torch copies the others"
+        )
+
+    @property
+    def why_none(self) -> str:
+        """Why nothing does, in words."""
+        if self.on_host:
+            return "the shards lie in host memory"
+        return f"none of the {self.groups} groups is sharded in a way that can do without"
+
+
+def proven(groups: Sequence[Any]) -> Proven:
+    """Prove what runs without copies, and nothing else.
 
     One group of each layout is gathered, and each parameter compared bit by bit with `DTensor.full_tensor()`, which
     goes another way. Gradients of known numbers in the same layout are reduced. All ranks must call it, inside
-    `zero_copy`, and get the same answer.
+    `zero_copy`, and get the same answer. Whole parameters are held one group at a time, and one parameter twice.
 
     Args:
-        groups: FSDP2 units, none inside another.
+        groups: FSDP2's parameter groups, all of them.
     """
     seen: set[tuple[Any, ...]] = set()
+    gathered = reduced = trained = 0
+    wrong: str | None = None
     for group in groups:
-        parameters = dict(group.named_parameters())
-        layout = tuple((name, p.shape, p.dtype) for name, p in parameters.items())
-        meshes = {p.device_mesh for p in parameters.values() if hasattr(p, "device_mesh")}
-        if layout in seen or len(meshes) != 1 or (mesh := meshes.pop()).ndim != 1:
-            continue  # on a mesh of two dimensions torch's own copies run
+        group.lazy_init()  # with it dtypes are known, as before a first forward pass
+        gathers, reduces = gathers_directly(group), reduces_directly(group)
+        gathered, reduced = gathered + gathers, reduced + reduces
+        trained += any(param.sharded_param.requires_grad for param in group.fsdp_params)
+        layout = (gathers, reduces, *map(_layout, group.fsdp_params))
+        if wrong is not None or layout in seen or not (gathers or reduces):
+            continue
         seen.add(layout)
-        process_group = mesh.get_group()
         # Both on every rank, whatever the first of them finds here: they are collectives.
-        wrong = [_gathered_otherwise(group, parameters), _reduced_otherwise(parameters.values(), process_group)]
-        found = torch.tensor([float(any(wrong))], device=next(iter(parameters.values())).device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=process_group)
+        said = [_gathered_otherwise(group) if gathers else None, _reduced_otherwise(group) if reduces else None]
+        found = torch.tensor([float(any(said))], device=group.device)
+        mesh = group.fsdp_params[0].sharded_param.device_mesh
+        for dimension in range(mesh.ndim):
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.get_group(dimension))
         if found.item():
-            return wrong[0] or wrong[1] or "another rank found a difference"
-    return None
+            wrong = said[0] or said[1] or "another rank found a difference"
+    return Proven(
+        groups=len(groups), trained=trained, gathered=gathered, reduced=reduced, wrong=wrong,
+        on_host=any(param.offload_to_cpu for group in groups for param in group.fsdp_params),
+    )  # fmt: skip
 
 
-def _gathered_otherwise(group: Any, parameters: dict[str, Any]) -> str | None:
-    wholes = {name: parameter.detach().full_tensor() for name, parameter in parameters.items()}
+def _layout(param: Any) -> tuple[Any, ...]:
+    held = param.sharded_param
+    return held.shape, held.dtype, param.param_dtype, held.requires_grad, held.device_mesh
+
+
+def _gathered_otherwise(group: Any) -> str | None:
+    wrong = None
     group.unshard()
+    group.wait_for_unshard()
     try:
-        for name, gathered in group.named_parameters():
-            if isinstance(gathered, DTensor):
-                continue  # of a unit inside this one
+        for param in group.fsdp_params:  # all of them, whatever is found: it is a collective
+            gathered, whole = param.unsharded_param.detach(), param.sharded_param.detach().full_tensor()
             # Mixed precision computes with a rounded copy: so is what it is compared with.
-            if not torch.equal(gathered.detach(), wholes[name].to(gathered.dtype)):
-                return f"{name} was gathered otherwise than torch gathers it"
+            if wrong is None and not torch.equal(gathered, whole.to(gathered.dtype)):
+                wrong = f"weights of shape {list(whole.shape)} were gathered otherwise than torch gathers them"
     finally:
         group.reshard()
-    return None
+    return wrong
 
 
-def _reduced_otherwise(parameters: Iterable[Any], process_group: Any) -> str | None:
+def _reduced_otherwise(group: Any) -> str | None:
+    process_group = group._reduce_scatter_process_group
     ranks, rank = process_group.size(), process_group.rank()
-    whole = [p for p in parameters if p.requires_grad and p.shape[0] % ranks == 0]
-    if not whole:
-        return None
-    device = whole[0].device
-    ramps = [(torch.arange(p.numel(), device=device) % 7).view(p.shape) for p in whole]
-    given = [(ramp + rank).to(p.dtype) for ramp, p in zip(ramps, whole, strict=True)]
+    trained = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
+    ramps = [
+        (torch.arange(size.numel(), device=group.device) % 7).view(size) for size in (p._orig_size for p in trained)
+    ]
+    given = [(ramp + rank).to(p.param_dtype or p.orig_dtype) for ramp, p in zip(ramps, trained, strict=True)]
     shards = [torch.empty_like(one.chunk(ranks)[rank]) for one in given]
     reduce_shards(shards, given, process_group, dist.ReduceOp.AVG)
     for shard, ramp in zip(shards, ramps, strict=True):

@@ -8,6 +8,7 @@ import socket
 import time
 import weakref
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,12 +28,15 @@ from rank_processes import start_ranks
 from support import tiny_hybrid, tiny_llama
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule
+from zero_copy_run import Tower
 
 from hf_speedkit.core.errors import ConfigurationError
-from hf_speedkit.trainer.sharded.communication import _one_memory, _reentrant, corrected_gathers
+from hf_speedkit.trainer.sharded.ahead import reentrant as reason_to_wait
+from hf_speedkit.trainer.sharded.communication import _one_memory, corrected_gathers
 from hf_speedkit.trainer.sharded.gradient_memory import ReduceScatterInOneMemory
 from hf_speedkit.trainer.sharded.preflight import check_wrap_class
 from hf_speedkit.trainer.sharded.prepared import loaded_weights, peak_host_growth
+from hf_speedkit.trainer.sharded.units import decoder_layers
 
 two = pytest.mark.two_process
 
@@ -303,12 +307,15 @@ def test_gradients_that_add_up_over_micro_batches_stay_where_torch_puts_them(bac
         def __new__(cls, *_):
             return torch.nn.Linear.__new__(cls)
 
+        def _get_fsdp_state(self):
+            return SimpleNamespace(_fsdp_param_groups=[])
+
         def set_custom_reduce_scatter(self, comm):
             self.comm = comm
 
-    model = Sharded(2, 2)
+    model, memory = Sharded(2, 2), ReduceScatterInOneMemory(torch.device("cpu"))
     with ExitStack() as stack:
-        assert (list(_one_memory(model, backward_passes, False, 1, stack)) != []) is shared
+        assert (_one_memory(model, memory, backward_passes, stack) is not None) is shared
         assert hasattr(model, "comm") is shared
         assert bool(model._forward_pre_hooks) is shared
     assert not model._forward_pre_hooks
@@ -317,9 +324,18 @@ def test_gradients_that_add_up_over_micro_batches_stay_where_torch_puts_them(bac
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_reentrant_checkpointing_keeps_torchs_copies(reentrant):
     model = tiny_llama()
-    assert _reentrant(model) is None
+    assert reason_to_wait(model) is None
     model.activation_checkpointing_enable({"use_reentrant": reentrant})
-    assert (_reentrant(model) is not None) is reentrant
+    assert (reason_to_wait(model) is not None) is reentrant
+    model.activation_checkpointing_disable()  # as for another training of the same model
+    assert reason_to_wait(model) is None
+
+
+@pytest.mark.parametrize("vision", [2, 3, 5])
+def test_the_layers_of_a_vision_tower_are_not_taken_for_the_decoders(vision):
+    tower = Tower(vision=vision)
+    assert decoder_layers(tower) == list(tower.base_model.layers)
+    assert decoder_layers(tower.visual[0]) == []
 
 
 def test_v41_the_host_memory_a_process_once_held_is_read(tmp_path):

@@ -18,9 +18,10 @@ from hf_speedkit.trainer.sharded.gradient_memory import ReduceScatterInOneMemory
 two = pytest.mark.two_process
 
 # what stays with torch's own code, and why
-GATHERED_BY_TORCH = {"second dimension", "on the host", "hybrid"}
+GATHERED_BY_TORCH = {"second dimension", "on the host", "hybrid of single ranks"}  # the last gathers nothing
 REDUCED_BY_TORCH = {
     *GATHERED_BY_TORCH,
+    "hybrid",  # summed over the copies behind it
     "uneven",  # gradients of a dimension that the ranks do not divide are padded
     "mixed precision",  # summed in another precision
     "fp16",  # divided before the sum
@@ -56,17 +57,80 @@ def test_only_what_needs_a_copy_is_copied(ranks, name):
     for said in ranks:
         copied, direct = said[name]["copied"], said[name]["direct"]
         assert bool(direct["gathers"]) is (name not in GATHERED_BY_TORCH)
-        assert bool(direct["copies out"]) is (name in GATHERED_BY_TORCH - {"hybrid"})
+        assert bool(direct["copies out"]) is (name in GATHERED_BY_TORCH - {"hybrid of single ranks"})
         assert bool(direct["copies in"]) is (name in REDUCED_BY_TORCH)
         assert direct["reductions"] + direct["copies in"] == copied["copies in"]
+        without_copies = [line for line in direct["lines"] if "without copies" in line]
+        assert bool(without_copies) is bool(direct["gathers"] + direct["reductions"]), "said where it is so"
+        assert ["torch copies the others" in line for line in without_copies] in ([], [name in REDUCED_BY_TORCH])
+        assert not any("without copies" in line for line in copied["lines"])
 
 
 @two
-@pytest.mark.parametrize("name", ["broken gathers", "broken sums", "another torch"])
+def test_what_is_copied_is_said_by_groups(ranks):
+    said = {name: ranks[0][name]["direct"]["lines"][-1] for name in ("uneven", "hybrid", "fp16", "second dimension")}
+    some = "without copies, weights of 5 of 5 groups are gathered into the parameters and gradients of {} of 5 reduced"
+    # A width of nine over two ranks: the rows of the embedding, 12, are divided.
+    assert said["uneven"].startswith(some.format(1))
+    assert said["hybrid"].startswith(some.format(0))
+    assert said["fp16"].startswith(some.format(0))
+
+
+@two
+@pytest.mark.parametrize("name", ["broken gathers", "broken gathers, hybrid", "broken sums", "another torch"])
 def test_what_does_it_wrong_if_on_one_rank_only_is_found_out_and_all_ranks_copy(ranks, name):
+    expected = ranks[0]["hybrid" if "hybrid" in name else "as it is"]["copied"]["weights"]
     for said in ranks:
         assert (said[name]["gathers"], said[name]["reductions"]) == (0, 0)
-        assert said[name]["weights"] == said["as it is"]["copied"]["weights"]
+        assert not any("without copies" in line for line in said[name]["lines"])
+    assert ranks[0][name]["weights"] == expected
+
+
+@two
+@pytest.mark.parametrize("how", ["copied", "direct"])
+def test_behind_a_pass_in_which_layers_did_not_run_nothing_is_held_and_weights_that_changed_are_used(ranks, how):
+    """Ahead of them they were gathered: torch would take those for their weights whenever they run."""
+    for said in ranks:
+        assert said["not run"][how].keys() >= {"stops early", "leaves one out", "fails", "below the root", "twice"}
+        for name, (held, wrong) in said["not run"][how].items():
+            assert held == [], name
+            assert wrong == [], name
+
+
+@two
+@pytest.mark.parametrize("ended_by", ["backward", "interrupted"])
+def test_a_training_that_failed_leaves_nothing_behind_and_the_next_one_is_right_with_other_settings(ranks, ended_by):
+    for said in ranks:
+        held, communicates_as_before, *wrong = said["after"][ended_by]
+        assert held == []
+        assert communicates_as_before
+        assert wrong == [[], [], []]  # without the context; with torch's copies and two passes; without copies
+
+
+@two
+def test_a_vision_tower_as_long_as_the_decoder_is_no_part_of_its_chain(ranks):
+    body = "base_model"
+    decoder = [f"{body}.embed", *(f"{body}.layers.{number}" for number in range(3)), "head"]
+    for ahead, vision in ((1, 3), (2, 5)):
+        tower = [f"visual.{number}" for number in range(vision)]
+        expected = {
+            name: chain[place + 1 : place + 1 + ahead]
+            for chain in (decoder, tower)
+            for place, name in enumerate(chain[:-1])
+        }
+        assert ranks[0]["chains"][f"{vision} and {ahead} ahead"] == expected
+        assert ranks[0]["chains"][f"{vision} and {ahead} ahead, behind"] == {}
+
+
+@two
+def test_reentrant_checkpointing_gathers_nothing_ahead_and_says_so_in_one_line(ranks):
+    ahead, lines, said = ranks[0]["chains"]["reentrant"]
+    assert ahead == {}
+    assert not any("ahead" in line or "without copies" in line for line in lines)
+    assert [line.partition(",")[0] for line in said] == [
+        "FSDP2 gathers ahead what it does by itself",
+        "FSDP2 copies weights and gradients",
+    ]
 
 
 def test_results_begin_where_sixteen_bytes_can_be_moved_at_once():

@@ -24,39 +24,61 @@ STEPS = 3
 
 
 class Block(nn.Module):
+    fails_with = None
+
     def __init__(self, width):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(width))
         self.first, self.second = nn.Linear(width, 2 * width), nn.Linear(2 * width, width, bias=False)
 
     def forward(self, x):
+        if self.fails_with is not None:
+            raise self.fails_with
         return x + self.second(torch.relu(self.first(x * self.scale)))
+
+
+class Body(nn.Module):
+    """Only the layers in `runs` run; None: all."""
+
+    runs = None
+
+    def __init__(self, width):
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(12, width), nn.ModuleList(Block(width) for _ in range(3))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, ids, seen=0.0):
+        x = self.embed(ids) + seen
+        for number, layer in enumerate(self.layers):
+            if self.runs is None or number in self.runs:
+                x = layer(x)
+        return self.norm(x)
 
 
 class Tower(nn.Module):
     """What corrected_gathers asks of a model, and nothing else of transformers."""
 
-    def __init__(self, width=8, frozen=False, unused=False):
+    def __init__(self, width=8, frozen=False, unused=False, vision=0):
         super().__init__()
-        self.embed, self.layers = nn.Embedding(12, width), nn.ModuleList(Block(width) for _ in range(3))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 12, bias=False)
-        self.base_model = nn.Identity()
+        self.visual = nn.ModuleList(Block(width) for _ in range(vision))
+        self.base_model, self.head = Body(width), nn.Linear(width, 12, bias=False)
+        self.layers = list(self.base_model.layers)  # no modules of its own
         if frozen:
             self.layers[1].requires_grad_(False)
         if unused:
             self.layers[2].extra = nn.Parameter(torch.ones(4, 2))
 
     def get_input_embeddings(self):
-        return self.embed
+        return self.base_model.embed
 
     def get_output_embeddings(self):
         return None
 
     def forward(self, ids):
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
+        seen = torch.linspace(0, 1, self.head.in_features, dtype=self.head.weight.dtype)
+        for block in self.visual:
+            seen = block(seen)
+        return self.head(self.base_model(ids, seen if len(self.visual) else 0.0))
 
 
 VARIANTS = {
@@ -76,7 +98,9 @@ VARIANTS = {
     "on the host": {"shard": {"offload_policy": CPUOffloadPolicy(pin_memory=False)}},
     "hooked": {"hooked": True},
     "divided": {"divided": 3.0},
-    "hybrid": {"mesh": (2, 1)},
+    "hybrid": {"mesh": (1, 2)},
+    "hybrid of single ranks": {"mesh": (2, 1)},
+    "vision": {"model": {"vision": 4}},
     "evaluated": {"evaluated": True},
 }
 
@@ -101,19 +125,24 @@ def count(stack, module, function, counts, name):
     stack.callback(setattr, module, function, real)
 
 
-def run(without_copies, *, model=None, passes=1, sync=True, ahead=None, shard=None, dtype=None, policy=None,
-        hooked=False, divided=None, mesh=None, evaluated=False):  # fmt: skip
-    """Weights after some steps, and how often gathers and reductions went without copies."""
+def sharded(*, model=None, shard=None, dtype=None, policy=None, mesh=None):
     torch.manual_seed(0)
     tower = Tower(**(model or {})).to(dtype or torch.float32)
-    units = [tower.embed, *tower.layers, [tower.norm, tower.head], tower]
+    body = tower.base_model
+    units = [*tower.visual, body.embed, *body.layers, [body.norm, tower.head], tower]
     given = {"mp_policy": MixedPrecisionPolicy(**(policy or {})), **(shard or {})}
     names = ("replicate", "shard") if mesh else ("shard",)
     given["mesh"] = init_device_mesh("cpu", mesh or (2,), mesh_dim_names=names)  # also on a machine with GPUs
     for unit in units:
         fully_shard(unit, **given)
+    return tower
+
+
+def run(without_copies, *, passes=1, sync=True, ahead=None, hooked=False, divided=None, evaluated=False, **how):
+    """Weights after some steps, and how often gathers and reductions went without copies."""
+    tower = sharded(**how)
     if divided is not None:
-        for unit in (tower.embed, *tower.layers):
+        for unit in (tower.get_input_embeddings(), *tower.layers):
             unit.set_gradient_divide_factor(divided)
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no sum that multiplies before
     seen = []
@@ -124,7 +153,7 @@ def run(without_copies, *, model=None, passes=1, sync=True, ahead=None, shard=No
     with ExitStack() as stack:
         for name, (module, function) in COUNTED.items():
             count(stack, module, function, counts, name)
-        stack.enter_context(
+        lines = stack.enter_context(
             corrected_gathers(tower, prefetch_layers=ahead, backward_passes=passes, without_copies=without_copies)
         )
         counts.update(dict.fromkeys(COUNTED, 0))  # what the proof did
@@ -142,10 +171,11 @@ def run(without_copies, *, model=None, passes=1, sync=True, ahead=None, shard=No
             if evaluated:
                 with torch.inference_mode() if step else torch.no_grad():
                     losses.append(float(tower(ids).float().mean()))
-    weights = [p.full_tensor().float().flatten() for p in tower.parameters()] if mesh is None and not shard else []
-    if not weights:
-        weights = [p._local_tensor.float().flatten() for p in tower.parameters()]
-    return {"weights": torch.cat(weights).tolist(), "losses": losses, "hooks": len(seen), **counts}
+    whole = "mesh" not in how and "shard" not in how
+    weights = [(p.full_tensor() if whole else p._local_tensor).float().flatten() for p in tower.parameters()]
+    return {
+        "weights": torch.cat(weights).tolist(), "losses": losses, "hooks": len(seen), "lines": lines, **counts,
+    }  # fmt: skip
 
 
 def broken():
@@ -159,7 +189,7 @@ def broken():
 
     zero_copy.gather_shards = wrong
     try:
-        found = run(True)
+        found, hybrid = run(True), run(True, mesh=(1, 2))
     finally:
         zero_copy.gather_shards = real
     real_sum, zero_copy_proof.reduce_shards = zero_copy_proof.reduce_shards, lambda shards, *_: None
@@ -170,7 +200,7 @@ def broken():
     real_shard = zero_copy._plain_shard
     zero_copy._plain_shard = lambda param: param.renamed_in_torch
     try:
-        return found, sums, run(True)
+        return found, hybrid, sums, run(True)
     finally:
         zero_copy._plain_shard = real_shard
 
@@ -187,7 +217,13 @@ def rank_main(rank, port, folder):
             said[name] = {"copied": run(False, **variant), "direct": run(True, **variant)}
         except Exception as error:
             said[name] = f"{type(error).__name__}: {error}"
-    said.update(zip(("broken gathers", "broken sums", "another torch"), broken(), strict=True))
+    said.update(
+        zip(("broken gathers", "broken gathers, hybrid", "broken sums", "another torch"), broken(), strict=True)
+    )
+    from unused_gathers_run import after_training, chains, in_training  # it imports this module
+
+    said["not run"] = {"copied": in_training(False), "direct": in_training(True)}
+    said["after"], said["chains"] = after_training(), chains()
     Path(folder, f"rank{rank}.json").write_text(json.dumps(said))
     dist.barrier()
     os._exit(0)  # torch's teardown can deadlock, see two_process_run.py

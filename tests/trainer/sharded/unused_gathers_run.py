@@ -1,0 +1,203 @@
+"""What FSDP2 holds behind passes that ended early, and whether the weights that are then used are the new ones."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from functools import partial
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from zero_copy_run import Tower, sharded
+
+from hf_speedkit.trainer.sharded.communication import corrected_gathers
+
+IDS = torch.arange(10).view(2, 5)
+
+
+def groups(tower):
+    """FSDP2's groups by the names of their modules; of a unit of several modules, the first."""
+    found = {}
+    for name, module in tower.named_modules():
+        for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ():
+            if group not in found.values():
+                found[name] = group
+    return found
+
+
+def left(tower):
+    """Names of groups that are gathered or being gathered, or have memory for it."""
+    return [
+        name
+        for name, group in groups(tower).items()
+        if not group.is_sharded
+        or group._all_gather_result is not None
+        or any(out.untyped_storage().size() for param in group.fsdp_params for out in param.all_gather_outputs)
+    ]
+
+
+def change(tower, how):
+    """As an optimizer does it, or a checkpoint that is loaded."""
+    if how == "loaded":
+        tower.load_state_dict({name: 1.1 * weight for name, weight in tower.state_dict().items()})
+        return
+    with torch.no_grad():
+        for group in groups(tower).values():
+            for param in group.fsdp_params:
+                param.sharded_param._local_tensor.mul_(1.1)
+
+
+def wrong(tower, whole_model=True):
+    """In what a pass differs from that of one process with the weights that the ranks hold; gradients, too."""
+    alone = Tower(vision=len(tower.visual))
+    held = {name: p.detach() for name, p in tower.named_parameters()}
+    held = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in held.items()}
+    alone.load_state_dict(held)
+    passes = []
+    for model in (tower, alone):
+        model.zero_grad()
+        out = (model if whole_model else model.base_model)(IDS)
+        out.square().mean().backward()
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        passes.append({"out": out, **{n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}})
+    ours, expected = passes
+    # Both ranks have the same rows: the mean of two equal numbers is the number.
+    differ = [name for name, value in expected.items() if name not in ours or not torch.equal(ours[name], value)]
+    tower.zero_grad()
+    return differ
+
+
+def stops_early(tower):
+    tower.base_model.runs = [0]
+    with torch.no_grad():
+        tower(IDS)
+
+
+def leaves_one_out(tower):
+    tower.base_model.runs = [0, 2]
+    tower(IDS).square().mean().backward()
+
+
+def fails(tower):
+    tower.layers[1].fails_with = ValueError("caught by the user")
+    with suppress(ValueError):
+        tower(IDS)
+
+
+def below_the_root(tower):
+    tower.base_model.runs = [0]
+    with torch.no_grad():
+        tower.base_model(IDS)
+
+
+def twice(tower):
+    """Nothing is left out: two passes before a backward pass."""
+    losses = [tower(ids).square().mean() for ids in (IDS, IDS + 1)]
+    sum(losses).backward()
+
+
+CASES = {
+    "stops early": (stops_early, "loaded"),
+    "leaves one out": (leaves_one_out, "stepped"),
+    "fails": (fails, "stepped"),
+    "below the root": (below_the_root, "stepped"),
+    "twice": (twice, "stepped"),
+}
+
+
+def in_training(without_copies):
+    said = {}
+    tower = sharded()
+    with corrected_gathers(tower, prefetch_layers=1, without_copies=without_copies):
+        said["at first"] = [left(tower), wrong(tower)]
+        for name, (leave, how) in CASES.items():
+            leave(tower)
+            tower.base_model.runs = tower.layers[1].fails_with = None
+            held = left(tower) if name != "below the root" else []  # until the next pass begins
+            change(tower, how)
+            said[name] = [held, wrong(tower, whole_model=name != "below the root")]
+            tower.zero_grad()
+            with torch.no_grad():
+                tower(IDS)
+    return said
+
+
+class Stop(KeyboardInterrupt):
+    """No Exception: hooks that run in any case do not see it."""
+
+
+def fails_backward(tower):
+    def stop(_):
+        raise RuntimeError("in the backward pass")
+
+    handle = tower.layers[1].register_forward_hook(lambda _, __, out: out.register_hook(stop) and None)
+    loss = tower(IDS).square().mean()
+    handle.remove()
+    loss.backward()
+
+
+def interrupted(tower):
+    tower.layers[1].fails_with = Stop()
+    tower(IDS)
+
+
+def after_training():
+    """A training that ends by an error, and the next one of the same model with other settings."""
+    said = {}
+    for name, ends in (("backward", fails_backward), ("interrupted", interrupted)):
+        tower = sharded()
+        comms = {place: (group._all_gather_comm, group._reduce_scatter_comm) for place, group in groups(tower).items()}
+        with suppress(RuntimeError, Stop), corrected_gathers(tower):
+            wrong(tower)
+            ends(tower)
+        tower.layers[1].fails_with = None
+        held = left(tower)
+        change(tower, "stepped")
+        same = all(
+            (group._all_gather_comm, group._reduce_scatter_comm) == comms[place]
+            for place, group in groups(tower).items()
+        )
+        said[name] = [held, same, wrong(tower)]
+        for without_copies, passes in ((False, 2), (True, 1)):
+            with corrected_gathers(tower, without_copies=without_copies, backward_passes=passes):
+                said[name].append(wrong(tower))
+    return said
+
+
+def prefetched(tower):
+    """What each group gathers ahead."""
+    names = {id(module._get_fsdp_state()): name for name, module in tower.named_modules()
+             if isinstance(module, FSDPModule)}  # fmt: skip
+    return {
+        name: [names[id(state)] for state in module._get_fsdp_state()._states_to_forward_prefetch]
+        for name, module in tower.named_modules()
+        if isinstance(module, FSDPModule) and module._get_fsdp_state()._states_to_forward_prefetch
+    }
+
+
+def reentrant():
+    """What is gathered ahead, the lines of what was changed, and those of what was not."""
+    tower, said = sharded(), []
+    for layer in tower.layers:
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=True)
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("hf_speedkit")
+    logger.addHandler(handler)
+    try:
+        with corrected_gathers(tower, prefetch_layers=2) as lines:
+            return [prefetched(tower), lines, said]
+    finally:
+        logger.removeHandler(handler)
+
+
+def chains():
+    said = {}
+    for ahead, vision in ((1, 3), (2, 5)):
+        tower = sharded(model={"vision": vision})
+        with corrected_gathers(tower, prefetch_layers=ahead):
+            said[f"{vision} and {ahead} ahead"] = prefetched(tower)
+        said[f"{vision} and {ahead} ahead, behind"] = prefetched(tower)
+    return {**said, "reentrant": reentrant()}
