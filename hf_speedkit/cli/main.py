@@ -1,7 +1,7 @@
 """The `hf-speedkit` command.
 
 A subcommand is a function in a module of its own that imports nothing but typer at the top: registering it is cheap,
-what it needs is imported when it runs. `hf-speedkit --help` has 0.6 s.
+what it needs is imported when it runs. `hf-speedkit --help` must answer in 0.6 s (tests/test_package.py).
 """
 
 from __future__ import annotations

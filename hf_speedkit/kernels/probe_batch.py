@@ -34,7 +34,7 @@ class Draw:
     """Random leaves from a generator of their own: the job's random state stays as it is."""
 
     def __init__(self, seed: int, device: torch.device, dtype: torch.dtype) -> None:
-        # On the device itself: 84 million numbers (27B, 8,192 slots) drawn on a CPU and copied would take a second.
+        # On the device itself: of a 27B at 8,192 slots 84 million numbers would have to be drawn on a CPU and copied.
         self._generator = torch.Generator(device).manual_seed(seed)
         self._device = device
         self._dtype = dtype

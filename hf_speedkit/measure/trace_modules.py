@@ -27,6 +27,9 @@ MODULE_PREFIX = "nn.Module: "
 _FSDP = re.compile(r"FSDP::(pre_forward|post_forward|pre_backward|post_backward_accumulate) \((.+)\)")
 _ROW_LIMIT = 2_000
 
+_LEVELS = 32
+"""Modules around an operator that are followed outwards."""
+
 
 @dataclass(slots=True)
 class _Sums:
@@ -187,10 +190,6 @@ def _add_backward(
             at_module = int(nesting.parent[at_module])
             if at_module < 0:
                 break
-
-
-_LEVELS = 32
-"""Modules around an operator that are followed outwards."""
 
 
 def _add(sums: _Sums, host_ns: int, launches: int, device_ns: int) -> None:

@@ -13,7 +13,7 @@ PORT=${PORT:-29500}
 
 # torchrun sets one OpenMP thread a process unless told; the tokenizing processes count for themselves.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
-# After SIGTERM torchrun kills its ranks in 30 s unless told; a checkpoint of 215 GB takes longer.
+# After SIGTERM torchrun kills its ranks in 30 s unless told; a checkpoint of 161 GB takes longer.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-280}
 
 exec torchrun --nnodes "$NODES" --nproc_per_node "$GPUS" --node_rank "$NODE_RANK" \
