@@ -166,3 +166,11 @@ def test_every_file_of_ours_that_code_and_pages_name_exists():
         and not any((base / name).exists() for base in (ROOT, ROOT / "hf_speedkit", ROOT / "tests"))
     ]
     assert missing == []
+
+
+def test_every_public_report_has_a_test_and_every_number_a_report():
+    listed = set(re.findall(r"^\| V(\d\d) \|", text(ROOT / "docs" / "reports.md"), re.MULTILINE))
+    code = "\n".join(text(path) for room in ("hf_speedkit", "tests") for path in (ROOT / room).rglob("*.py"))
+    assert set(re.findall(r"\bV(\d\d)\b", code)) <= listed
+    tests = " ".join(re.findall(r"def test_\w+|[\"'][^\"'\n]*v\d\d[^\"'\n]*[\"']", code))
+    assert set(re.findall(r"(?<![a-zA-Z0-9])v(\d\d)(?!\d)", tests.replace("_", " "))) >= listed
