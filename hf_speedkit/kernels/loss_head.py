@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Bytes of the one buffer of logits. 4,096 rows at 248,320 tokens in bf16: enough rows to fill a GPU's matrix units.
+# Bytes of the one buffer of logits. 4,324 rows at 248,320 tokens in bf16: enough rows to fill a GPU's matrix units.
 LOGITS_BYTES = 2**31
 
 
