@@ -51,7 +51,7 @@ LADDER = (
     _with("full checkpointing", activation_checkpointing_layers="all"),
     Rung(name="speedkit", way="speedkit"),
 )
-"""a to e of the issue. Those before `speedkit` checkpoint every layer; `speedkit` as many as memory asks for."""
+"""From older transformers to SpeedSFTTrainer. Those before `speedkit` checkpoint every layer; it as many as memory asks."""
 
 ONE_OFF = (
     _minus("packing", packing=False),
@@ -69,7 +69,7 @@ ONE_OFF = (
     _minus("non-blocking copies", accelerator_config={"non_blocking": False}, dataloader_num_workers=0),
     _minus("unfiltered loss", logging_nan_inf_filter=True),
 )
-"""f of the issue: each item's own share."""
+"""SpeedSFTTrainer less one item: each item's own share."""
 
 CHOICES = (
     _with("no checkpointing", activation_checkpointing=False),

@@ -1,6 +1,6 @@
 """GatedDeltaNet as transformers ran it without kernels before 5.23, row by row: for the rung `seed` only.
 
-The seed's trace shows 20 batched products per 64-token chunk and 8 per layer of such a fallback, with recompute (its
+A published trace of such a run shows 20 batched products per 64-token chunk and 8 per layer, with recompute (its
 31,105 = 48 layers x (20 x 32 + 8) + 1). That is this order of work: the triangular system of a chunk is solved by one
 row after the other, each reading slices of the rows above it, and each chunk then does five products: scores inside the
 chunk, what the old state says of the new values, what it says of the output, the output inside the chunk, the new

@@ -4,8 +4,8 @@
     python benchmarks/trace_reading.py --launches 20000        # quick
     python benchmarks/trace_reading.py --read FILE             # one file, one line of JSON
 
-The file has the proportions of the seed's traced step (launches : CPU operations : flows = 1 : 5.3 : 1) in the layout
-torch 2.13 writes. The result goes to benchmarks/results/trace_reading.json.
+The file has the proportions of a published traced step of 269,448 launches (launches : CPU operations : flows =
+1 : 5.3 : 1) in the layout torch 2.13 writes. The result goes to benchmarks/results/trace_reading.json.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 
 RESULTS = Path(__file__).parent / "results" / "trace_reading.json"
-SEED_LAUNCHES = 272_000
+LAUNCHES = 272_000
 REPETITIONS = 3
 
 OPERATORS = ("aten::bmm", "aten::mul", "aten::copy_", "aten::empty", "aten::matmul", "aten::add")
@@ -30,7 +30,7 @@ KERNEL = (
     "void at::native::vectorized_elementwise_kernel<4, at::native::AddFunctor<float>, at::detail::Array<char*, 3> >"
     "(int, at::native::AddFunctor<float>)"
 )
-STEP_US = 53  # per launch, as in the seed's step: 14.4 s / 269,448
+STEP_US = 53  # per launch, as in that step: 14.4 s / 269,448
 
 
 def write_trace(path: Path, launches: int) -> int:
@@ -135,7 +135,7 @@ def measure(launches: int, folder: Path) -> dict[str, object]:
 def main() -> None:
     """Measure both sizes and write the result with its provenance."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--launches", type=int, default=SEED_LAUNCHES)
+    parser.add_argument("--launches", type=int, default=LAUNCHES)
     parser.add_argument("--read", type=Path)
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()

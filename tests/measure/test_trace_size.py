@@ -22,7 +22,7 @@ def script():
 
 
 def test_a_tenth_of_the_seeds_step_is_read_in_a_tenth_of_the_time_it_may_take(script, tmp_path):
-    launches = script.SEED_LAUNCHES // 10
+    launches = script.LAUNCHES // 10
     script.write_trace(tmp_path / "t.json.gz", launches)
     result = script.read_in_fresh_process(tmp_path / "t.json.gz")
     assert result["launches"] == launches
@@ -35,7 +35,7 @@ def test_a_tenth_of_the_seeds_step_is_read_in_a_tenth_of_the_time_it_may_take(sc
 @pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("SPEEDKIT_FULL_SIZE"), reason="0.6 GB of JSON; set SPEEDKIT_FULL_SIZE=1")
 def test_the_seeds_step_with_every_event_is_read_in_8_s_of_cpu_time_and_0_6_gb(script, tmp_path):
-    assert script.write_trace(tmp_path / "t.json.gz", script.SEED_LAUNCHES) > 600e6
+    assert script.write_trace(tmp_path / "t.json.gz", script.LAUNCHES) > 600e6
     result = script.read_in_fresh_process(tmp_path / "t.json.gz")
     assert result["events"] > 2_200_000
     assert result["cpu_s"] < 8
