@@ -51,7 +51,7 @@ LADDER = (
     _with("full checkpointing", activation_checkpointing_layers="all"),
     Rung(name="speedkit", way="speedkit"),
 )
-"""From older transformers to SpeedSFTTrainer. Those before `speedkit` checkpoint every layer; it as many as memory asks."""
+"""From older transformers to SpeedSFTTrainer. All checkpoint every layer but `speedkit`: as many as memory asks for."""
 
 ONE_OFF = (
     _minus("packing", packing=False),
