@@ -6,7 +6,6 @@ keys of `hf_speedkit.core.metrics` hold utilisation in the same row as tokens pe
 
 from __future__ import annotations
 
-import os
 import re
 from typing import Any
 
@@ -112,13 +111,15 @@ def _packages() -> tuple[Any, Any]:
 
 
 def _require_a_connection() -> None:
-    from hf_speedkit.trainer.trackers import wandb_can_start
+    from hf_speedkit.trainer.trackers import WITHOUT_SERVER, wandb_mode, wandb_problem
 
-    if os.environ.get("WANDB_MODE", "online") in ("offline", "disabled", "dryrun"):
+    problem = wandb_problem()
+    if problem is not None:
+        raise ConfigurationError(f"wandb cannot start: {problem[0]}", evidence=problem[1:], mend="wandb login")
+    mode = wandb_mode()
+    if mode in WITHOUT_SERVER:
         raise ConfigurationError(
-            "--wandb needs wandb's server, and WANDB_MODE says offline",
+            f"--wandb needs wandb's server, and its mode is {mode} (WANDB_MODE, or `wandb offline` in this folder)",
             mend="wandb sync the runs where there is a network, then run this with WANDB_MODE unset",
             regardless="leave --wandb out: the page needs no network",
         )
-    if not wandb_can_start():
-        raise ConfigurationError("wandb is not logged in on this machine", mend="wandb login")

@@ -22,9 +22,10 @@ from hf_speedkit.measure.launches import LaunchCounter
 from hf_speedkit.measure.step_clock import StepClock, device_timer
 from hf_speedkit.trainer.metrics.counted_steps import CountedSteps
 from hf_speedkit.trainer.metrics.job_ledger import JobLedger, step_records
-from hf_speedkit.trainer.metrics.mfu_inputs import FlopsInputs, missing_notices
+from hf_speedkit.trainer.metrics.mfu_inputs import FlopsInputs
 from hf_speedkit.trainer.metrics.micro_batches import MicroBatchCounter
 from hf_speedkit.trainer.metrics.nonfinite import Mode, checked_mode, find_nonfinite, refusal
+from hf_speedkit.trainer.metrics.notices import missing_notices
 from hf_speedkit.trainer.metrics.saved_totals import load_totals, save_totals
 from hf_speedkit.trainer.metrics.window_report import WindowReport
 
@@ -204,7 +205,8 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
     ) -> None:
         """Add the window's metrics to a training log, on every rank; evaluation's and the final log are left alone."""
-        if not self._running or logs is None or "loss" not in logs:
+        # So is a log inside a step, of a loss function that calls `self.log`, perhaps on one rank alone.
+        if not self._running or self._forward_expected or logs is None or "loss" not in logs:
             return
         self._clock.settle()
         records, window = self._enter()
@@ -250,7 +252,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
         self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl
     ) -> None:
         """Every callback has handled `event` (told by the marker that `attach` puts last)."""
-        if not self._running:
+        if not self._running or (event == "log" and self._forward_expected):
             return
         if event == "train_begin":
             self._clock.start()

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import netrc
 import os
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from importlib.util import find_spec
+from typing import Any
 
 from hf_speedkit.core.errors import ConfigurationError
 
-# transformers' names for its integrations, where the package is called otherwise.
-_PACKAGES = {"azure_ml": "azureml", "comet_ml": "comet_ml", "dvclive": "dvclive", "flyte": "flytekitplugins"}
+# transformers' names for its integrations, where a package is called otherwise; one of several is enough.
+_PACKAGES = {
+    "azure_ml": ("azureml",), "flyte": ("flytekitplugins",), "tensorboard": ("tensorboard", "tensorboardX"),
+}  # fmt: skip
 _NOT_TRACKERS = {"none", "all"}
 # transformers 5.23 integrations/integration_utils.py, INTEGRATION_TO_CALLBACK; a test compares.
 _TRACKERS = ("azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "kubeflow", "mlflow",
              "neptune", "swanlab", "tensorboard", "trackio", "wandb")  # fmt: skip
+WITHOUT_SERVER = ("offline", "disabled", "dryrun")
+"""Modes in which wandb needs no login."""
 
 
 def require_trackers(settings: Mapping[str, object]) -> None:
@@ -25,8 +29,8 @@ def require_trackers(settings: Mapping[str, object]) -> None:
         settings: the job's settings; `report_to` is a name, a list of names or a comma-separated list.
 
     Raises:
-        ConfigurationError: a name that transformers does not know, a package that is not installed, or wandb without a
-            key while it is online.
+        ConfigurationError: a name that transformers does not know, a package that is not installed, or a wandb that
+            could not start: without a key while it is online, with one that is none, in a mode that there is not.
     """
     for name in _names(settings.get("report_to")):
         if name not in _TRACKERS:  # a misspelt name must not become a package to install
@@ -35,35 +39,79 @@ def require_trackers(settings: Mapping[str, object]) -> None:
                 f"report_to is {name!r}, which is no tracker of transformers",
                 mend=f"report_to: {near[0]}" if near else f"one of {', '.join(_TRACKERS)}, or none",
             )
-        package = _PACKAGES.get(name, name)
-        if find_spec(package) is None:
+        packages = _PACKAGES.get(name, (name,))
+        if all(find_spec(package) is None for package in packages):
             raise ConfigurationError(
-                f"report_to is {name!r}, and the package {package!r} is not installed",
-                mend='pip install ".[wandb]"' if name == "wandb" else f"pip install {package}",
+                f"report_to is {name!r}, and the package {packages[0]!r} is not installed",
+                mend='pip install ".[wandb]"' if name == "wandb" else f"pip install {packages[0]}",
                 regardless="--report_to none: the step log in output_dir is written all the same",
             )
-        if name == "wandb" and not wandb_can_start():
-            raise ConfigurationError(
-                "report_to is 'wandb', and wandb is not logged in on this machine",
-                evidence=("no WANDB_API_KEY, no entry in ~/.netrc, and WANDB_MODE is not offline",),
-                mend="wandb login, or WANDB_MODE=offline (upload later with `wandb sync`)",
-                regardless="--report_to none: the step log in output_dir is written all the same",
-            )
+    _require_wandb_login(settings.get("report_to"))
+
+
+def _require_wandb_login(report_to: object) -> None:
+    """On world rank 0, the only one that talks to wandb: other nodes need no key."""
+    named = _listed(report_to)
+    asked = "wandb" in named or ("all" in named and find_spec("wandb") is not None)
+    problem = wandb_problem() if asked and os.environ.get("RANK", "0") == "0" else None
+    if problem is not None:
+        raise ConfigurationError(
+            f"report_to is {'wandb' if 'wandb' in named else 'all'!r}, and wandb cannot start: {problem[0]}",
+            evidence=problem[1:],
+            mend="wandb login, or WANDB_MODE=offline (upload later with `wandb sync`)",
+            regardless="--report_to none: the step log in output_dir is written all the same",
+        )
+
+
+def _listed(value: object) -> list[str]:
+    listed = value if isinstance(value, Iterable) and not isinstance(value, str) else str(value or "").split(",")
+    return [str(item).strip() for item in listed]
 
 
 def _names(value: object) -> list[str]:
-    listed = value if isinstance(value, Iterable) and not isinstance(value, str) else str(value or "").split(",")
-    return [name for name in (str(item).strip() for item in listed) if name and name not in _NOT_TRACKERS]
+    return [name for name in _listed(value) if name and name not in _NOT_TRACKERS]
 
 
-def wandb_can_start() -> bool:
-    """Whether wandb has a key for its server, or is told to do without one."""
-    if os.environ.get("WANDB_MODE", "online") in ("offline", "disabled", "dryrun") or "WANDB_DISABLED" in os.environ:
-        return True
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").partition("://")[2].split("/")[0]
+def wandb_mode() -> str:
+    """The mode wandb will start in, by environment and by the settings files that `wandb offline` writes."""
+    return str(_wandb_settings().mode)
+
+
+def wandb_problem() -> tuple[str, ...] | None:
+    """Why `wandb.init` would raise or ask: a sentence and what was looked at; None where it will start.
+
+    Asks wandb itself, whose server, files and order of looking for a key change between versions. Costs its import,
+    1.5 s, which a job that reports to it pays anyway. Contacts nobody.
+
+    Private to wandb 0.31: `wandb.sdk.lib.wbauth`; tests/trainer/test_trackers.py fails when it changes.
+    """
     try:
-        return netrc.netrc().authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
+        settings = _wandb_settings()
+    except ValueError as error:  # a mode that there is not: pydantic's error is one
+        return "its settings are not valid", " ".join(str(error).split())[:200]
+    if settings.mode in WITHOUT_SERVER:
+        return None
+    from wandb.errors import AuthenticationError
+    from wandb.sdk.lib import wbauth
+
+    try:
+        key = settings.api_key or wbauth.read_netrc_auth(host=settings.base_url)
+        if key:
+            wbauth.AuthApiKey(host=settings.base_url, api_key=key)
+    except AuthenticationError as error:
+        return "its key is not one", str(error)
+    if key or settings.identity_token_file:
+        return None
+    looked = f"no WANDB_API_KEY, no key for {settings.base_url} in ~/.netrc, and the mode is {settings.mode}"
+    ignored = "WANDB_DISABLED is set, which wandb and transformers 5 do not read: WANDB_MODE=disabled"
+    return "it is not logged in on this machine", looked, *([ignored] if "WANDB_DISABLED" in os.environ else [])
+
+
+def _wandb_settings() -> Any:
+    """What `wandb.init` would take, without starting or keeping anything (`wandb.setup` would keep it)."""
+    import wandb
+
+    settings = wandb.Settings(quiet=True)
+    settings.update_from_system_settings()
+    settings.update_from_env_vars(dict(os.environ))
+    return settings

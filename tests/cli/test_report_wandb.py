@@ -86,7 +86,7 @@ def test_every_key_of_the_view_is_one_that_is_logged():
     ("environment", "fake", "says"),
     [
         ({}, None, 'pip install "hf-speedkit[workspaces]"'),
-        ({"WANDB_MODE": "offline"}, FakeWorkspaces(), "WANDB_MODE says offline"),
+        ({"WANDB_MODE": "offline"}, FakeWorkspaces(), "its mode is offline"),
         ({"WANDB_API_KEY": "", "HOME": "/nowhere"}, FakeWorkspaces(), "wandb login"),
         ({}, FakeWorkspaces(error=RuntimeError("no such project\nmore")), "no such project"),
     ],

@@ -198,6 +198,22 @@ def test_v81_an_empty_report_to_is_said_once(tmp_path, caplog):
     assert caplog.text.count("console only; set report_to") == 1
 
 
+class LogsItsOwnLoss(Trainer):
+    """As people do who look at a loss from inside: often on rank 0 alone, which must not wait for the others."""
+
+    def compute_loss(self, *arguments, **keywords):
+        loss = super().compute_loss(*arguments, **keywords)
+        self.log({"loss": float(loss.detach())})
+        return loss
+
+
+def test_v80_a_loss_that_is_logged_inside_a_step_is_no_window(tmp_path):
+    trainer = make_trainer(tmp_path, kind=LogsItsOwnLoss, max_steps=4, logging_steps=2, gradient_accumulation_steps=2)
+    train(trainer)
+    rows = [row for row in training_rows(trainer) if "speed/total_slots" in row]
+    assert [(row["step"], row["speed/steady_steps"]) for row in rows] == [(2, 1), (4, 2)]
+
+
 def test_a_callback_behind_the_trackers_says_how_to_put_it_right(tmp_path, caplog):
     trainer = make_trainer(tmp_path, max_steps=2, report_to="tensorboard", callbacks=[ThroughputCallback()])
     with caplog.at_level(logging.WARNING):

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
@@ -8,9 +10,11 @@ from hf_speedkit.trainer.trackers import require_trackers
 
 @pytest.fixture(autouse=True)
 def _nobody_is_logged_in(monkeypatch, tmp_path):
-    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_DISABLED", "WANDB_BASE_URL"):
+    for name in [*(name for name in os.environ if name.startswith("WANDB_")), "RANK", "NETRC"]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("report_to", [None, "none", [], "", "tensorboard", ["tensorboard", "none"]])
@@ -37,19 +41,62 @@ def test_the_trackers_are_those_of_transformers():
     assert sorted(INTEGRATION_TO_CALLBACK) == list(trackers._TRACKERS)
 
 
-def test_wandb_without_a_login_is_refused_with_both_ways_on():
-    with pytest.raises(ConfigurationError, match=r"wandb login, or WANDB_MODE=offline"):
-        require_trackers({"report_to": "wandb"})
+def test_a_tracker_that_either_of_two_packages_brings_is_there_with_the_other_one(monkeypatch):
+    monkeypatch.setattr(trackers, "find_spec", lambda name: name == "tensorboardX" or None)
+    require_trackers({"report_to": "tensorboard"})
 
 
-@pytest.mark.parametrize(("name", "value"), [("WANDB_MODE", "offline"), ("WANDB_API_KEY", "k" * 40)])
-def test_wandb_offline_or_with_a_key_passes(monkeypatch, name, value):
+@pytest.mark.parametrize(
+    ("report_to", "environment", "says"),
+    [
+        ("wandb", {}, "not logged in on this machine"),
+        ("all", {}, "report_to is 'all', and wandb cannot start"),
+        (["tensorboard", "wandb"], {"WANDB_DISABLED": "true"}, "which wandb and transformers 5 do not read"),
+        ("wandb", {"WANDB_MODE": "Offline"}, "its settings are not valid"),
+        ("wandb", {"WANDB_API_KEY": "abc"}, "its key is not one"),
+        ("wandb", {"WANDB_API_KEY": "", "WANDB_BASE_URL": "https://wandb.example.org"}, "no key for https://wandb.exa"),
+    ],
+    ids=["no_key", "all", "disabled_as_before_5", "misspelt_mode", "short_key", "own_server"],
+)
+def test_v81_a_wandb_that_could_not_start_is_refused_with_both_ways_on(monkeypatch, report_to, environment, says):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=r"wandb login, or WANDB_MODE=offline") as refused:
+        require_trackers({"report_to": report_to})
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("WANDB_MODE", "offline"),
+        ("WANDB_MODE", "disabled"),
+        ("WANDB_API_KEY", "k" * 40),
+        ("WANDB_IDENTITY_TOKEN_FILE", "/run/token"),
+        ("RANK", "3"),  # only world rank 0 talks to wandb
+    ],
+)
+def test_wandb_that_can_start_passes(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     require_trackers({"report_to": "wandb"})
 
 
-def test_a_login_in_netrc_counts(tmp_path):
+@pytest.mark.parametrize("server", ["", "https://wandb.example.org"], ids=["default", "own"])
+def test_a_login_in_netrc_counts_for_the_server_that_wandb_will_talk_to(tmp_path, monkeypatch, server):
+    wandb = pytest.importorskip("wandb")
+    if server:
+        monkeypatch.setenv("WANDB_BASE_URL", server)
+    host = (server or wandb.Settings().base_url).partition("://")[2]
     netrc = tmp_path / ".netrc"
-    netrc.write_text("machine api.wandb.ai\n  login user\n  password secret\n")
+    netrc.write_text(f"machine {host}\n  login user\n  password {'k' * 40}\n")
     netrc.chmod(0o600)
+    require_trackers({"report_to": "wandb"})
+    monkeypatch.setenv("WANDB_BASE_URL", "https://elsewhere.example.org")
+    with pytest.raises(ConfigurationError, match=r"elsewhere\.example\.org"):
+        require_trackers({"report_to": "wandb"})
+
+
+def test_what_wandb_offline_wrote_into_the_folder_counts(tmp_path):
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "settings").write_text("[default]\nmode = offline\n")
     require_trackers({"report_to": "wandb"})

@@ -320,27 +320,3 @@ def device_peak_tflops(args: TrainingArguments, model: torch.nn.Module) -> float
     if args.device.type != "cuda":
         return None
     return peak_tflops(torch.cuda.get_device_name(args.device), training_dtype(args, model))
-
-
-def missing_notices(args: TrainingArguments, *, attached: bool, inputs: FlopsInputs) -> tuple[str, ...]:
-    """One line for each thing that keeps a metric from being made or seen, with what to do about it."""
-    lines = []
-    if not args.report_to:
-        lines.append('speed metrics go to the console only; set report_to="wandb" (or another tracker)')
-    elif not attached:
-        lines.append(
-            f"speed metrics will not reach {', '.join(args.report_to)}: callbacks given to the Trainer run after its "
-            "trackers; use attach(trainer, ThroughputCallback())"
-        )
-    if args.n_gpu > 1:
-        lines.append(
-            f"one process drives {args.n_gpu} GPUs by DataParallel: no MFU, and only the first GPU's utilisation; "
-            f"start it with accelerate launch --num_processes {args.n_gpu}, which is faster as well"
-        )
-        return tuple(lines)
-    if args.device.type == "cuda" and inputs.peak_tflops is None:
-        name = torch.cuda.get_device_name(args.device)
-        lines.append(f"no MFU: the dense peak of {name!r} is not known; pass peak_tflops=")
-    if args.device.type == "cuda" and inputs.flops is None:
-        lines.append("no MFU: the FLOPs of this model are not known; pass flops=")
-    return tuple(lines)

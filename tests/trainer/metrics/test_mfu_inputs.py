@@ -30,9 +30,9 @@ from hf_speedkit.trainer.metrics.mfu_inputs import (
     decoder_layers,
     flops_of,
     is_checkpointed,
-    missing_notices,
     training_dtype,
 )
+from hf_speedkit.trainer.metrics.notices import missing_notices
 
 TOKENS = 12
 COUNTS = TokenCounts(slots=TOKENS, real=TOKENS, target=5, documents=1, squared_lengths=TOKENS**2)
@@ -294,6 +294,13 @@ def test_several_gpus_in_one_process_have_no_mfu_and_are_told_how_to_start():
     assert found == FlopsInputs()  # FLOPs of all devices over one device's peak would be twice too much
     (line,) = missing_notices(args, attached=True, inputs=found)
     assert "accelerate launch --num_processes 2" in line
+
+
+def test_v81_a_wandb_that_is_switched_off_is_said(monkeypatch):
+    args = SimpleNamespace(n_gpu=1, report_to=["wandb"], device=torch.device("cpu"))
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    (line,) = missing_notices(args, attached=True, inputs=FlopsInputs())
+    assert line.startswith("WANDB_MODE=disabled: nothing reaches wandb")
 
 
 def test_products_in_fp8_are_measured_against_the_peak_of_fp8(monkeypatch):
