@@ -156,8 +156,10 @@ def build(rung: Rung, workload: Workload, settings: Mapping[str, Any]) -> Any:
     # The same seed on every rank: FSDP2 shards what is there, so each rank must hold the same weights.
     model = random_model(config, device=workload.device, dtype=torch.bfloat16 if cuda else torch.float32, seed=SEED)
     mean = workload.mean_tokens or MEAN_TOKENS
-    # Padded batches hold about 0.6 of the tokens, so that many documents are enough for every rung.
-    documents = int(settings["max_steps"] * workload.accumulation * world * workload.slots / mean * 1.1) + 10
+    # Padded batches hold about 0.6 of the tokens, so that many documents are enough for every rung. An epoch's last
+    # steps share its rows evenly, so with accumulation it is longer than the run: 10 steps of 37 rows have 3 empty.
+    epochs = 1.1 if workload.accumulation == 1 else 8.0
+    documents = int(settings["max_steps"] * workload.accumulation * world * workload.slots / mean * epochs) + 10
     shared: dict[str, Any] = {
         "model": model,
         "train_dataset": chat_dataset(

@@ -38,7 +38,7 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
         r"^kernel_kernel$|gated_delta|delta_rule|chunk_(fwd|bwd)_kernel|chunk_(local|global)_cumsum|chunk_scaled_dot_kkt|chunk_o_fwd"
         r"|chunk_h_(fwd|bwd)|chunk_dqkwg|chunk_dv_local|chunk_dg_bwd|recompute_w_u|wy_repr|solve_tril"
         r"|merge_16x16_to_\d+x\d+_inverse|fused_recurrent|fused_chunk|gdn_|fused_beta_sigmoid|flash_?qla|kda_"
-        r"|tilelang.*chunk|chunk_scan|chunk_state|chunk_cumsum|bmm_chunk|state_passing|selective_scan|ssd_"
+        r"|tilelang.*chunk|tilelang_(kkt_solve|prepare_d?h|correct_h0|group_reduce_vector)|chunk_scan|chunk_state|chunk_cumsum|bmm_chunk|state_passing|selective_scan|ssd_"
         r"|mamba|rwkv|retention",
     ),
     (

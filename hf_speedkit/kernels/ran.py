@@ -22,9 +22,9 @@ from hf_speedkit.kernels.refusal import GO_ON
 _CONVOLUTION = (r"causal_conv1d\w*fwd", r"causal_conv1d\w*bwd")
 _RULE = (
     r"chunk_gated_delta_rule_fwd|chunk_fwd_kernel_o",
-    r"chunk_gated_delta_rule_bwd|chunk_bwd_kernel|prepare_wy_repr_bwd|kernel_kernel",
+    r"chunk_gated_delta_rule_bwd|chunk_bwd_kernel|prepare_wy_repr_bwd|^kernel_kernel$",
 )
-_KIMI_RULE = (r"chunk_kda_fwd_kernel", r"chunk_kda_bwd_kernel|prepare_wy_repr_bwd_kda|kernel_kernel")
+_KIMI_RULE = (r"chunk_kda_fwd_kernel", r"chunk_kda_bwd_kernel|prepare_wy_repr_bwd_kda|^kernel_kernel$")
 _CHUNK_SCAN = (r"chunk_scan_fwd_kernel", r"chunk_scan_chunk_state_bwd_dx_kernel|chunk_scan_bwd")
 _SELECTIVE_SCAN = (r"selective_scan_fwd_kernel", r"selective_scan_bwd_kernel")
 # cuDNN, which torch may choose for the same call, says fprop and bprop.
@@ -56,8 +56,17 @@ STEPS_ASIDE = frozenset({"qk_rotary"})
 """Functions whose layer goes on with its own forward where it must: hooks on a norm, torch.compile, other positions.
 That is as right, and what transformers runs; no reason to stop a job."""
 
+_HANDED_ON: Mapping[str, Mapping[str, tuple[str, str]]] = MappingProxyType(
+    {
+        # flash-qla 0.1.3, as a trace of an H200 has them (benchmarks/results/ladder/27b-8_speedkit-flashqla_rep1.json).
+        "chunk_gated_delta_rule": {"FlashQLA": (r"tilelang_fused_chunk_gdr_fwd", r"tilelang_fused_chunk_gdr_bwd")},
+        "chunk_kda": {},
+    }
+)
+"""Function of fla -> the backends it may hand a call on to, with their kernels' names, forward and backward."""
+
 _OTHER_BACKENDS = re.compile(r"flash_?qla|flash_?kda|gdr_|gdn_", re.IGNORECASE)
-_HANDED_ON = ("chunk_gated_delta_rule", "chunk_kda")
+"""Kernels of such a backend whose names are not known: its rule is neither seen nor missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +78,7 @@ class KernelRun:
         layer: the check's layer class.
         forward, backward: whether such a kernel ran; None where its names are not known.
         kernels: the names that were recognised, in order.
+        backend: whose kernels they are, where the package that was called hands the call on; "" for its own.
     """
 
     function: str
@@ -76,6 +86,7 @@ class KernelRun:
     forward: bool | None
     backward: bool | None
     kernels: tuple[str, ...] = ()
+    backend: str = ""
 
 
 def functions_that_ran(
@@ -100,13 +111,17 @@ def functions_that_ran(
 
 def with_runs(checks: Sequence[KernelCheck], runs: Sequence[KernelRun], step: int) -> tuple[KernelCheck, ...]:
     """The checks, with "its kernels ran in step N" in the evidence of those that were seen both ways."""
-    seen = {(run.function, run.layer) for run in runs if run.forward and run.backward}
+    seen = {(run.function, run.layer): run.backend for run in runs if run.forward and run.backward}
     return tuple(
-        replace(check, evidence=f"{check.evidence}; its kernels ran in step {step}")
+        replace(check, evidence=f"{check.evidence}; {_whose(seen[check.function, check.layer])} ran in step {step}")
         if check.verdict is KernelVerdict.FUSED and (check.function, check.layer) in seen
         else check
         for check in checks
     )
+
+
+def _whose(backend: str) -> str:
+    return f"kernels of {backend}, which it hands on to," if backend else "its kernels"
 
 
 def never_ran(runs: Sequence[KernelRun]) -> KernelAssertionError | None:
@@ -199,16 +214,25 @@ def _run(check: KernelCheck, names: Sequence[str], expected: Mapping[tuple[str, 
     )
     if known is None:
         return KernelRun(function=check.function, layer=check.layer, forward=None, backward=None)
-    forward, backward = ([name for name in names if re.search(pattern, name, re.IGNORECASE)] for pattern in known)
-    # fla may hand the whole rule to FlashQLA or FlashKDA, whose kernels have names of their own.
-    other = check.function in _HANDED_ON and any(_OTHER_BACKENDS.search(name) for name in names)
+    handed_on = _HANDED_ON.get(check.function, {})
+    ways = {"": known, **handed_on}
+    found = {backend: _recognised(names, patterns) for backend, patterns in ways.items()}
+    backend = max(found, key=lambda one: sum(map(bool, found[one])))  # fla's own at a tie
+    forward, backward = found[backend]
+    unknown = check.function in _HANDED_ON and not backend and any(_OTHER_BACKENDS.search(name) for name in names)
     return KernelRun(
         function=check.function,
         layer=check.layer,
-        forward=bool(forward) or (None if other else False),
-        backward=bool(backward) or (None if other else False),
+        forward=bool(forward) or (None if unknown else False),
+        backward=bool(backward) or (None if unknown else False),
         kernels=(*forward, *backward),
+        backend=backend,
     )
+
+
+def _recognised(names: Sequence[str], patterns: tuple[str, str]) -> tuple[list[str], list[str]]:
+    forward, backward = ([name for name in names if re.search(one, name, re.IGNORECASE)] for one in patterns)
+    return forward, backward
 
 
 def _which(run: KernelRun) -> str:

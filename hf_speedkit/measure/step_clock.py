@@ -82,7 +82,7 @@ class StepTimes:
     log_time_s: float = 0.0
     device_time_s: float | None = None
     end_to_end_s: float | None = None
-    marks: tuple[Any, Any, Any] | None = field(default=None, repr=False)
+    marks: tuple[Any, Any, Any, Any] | None = field(default=None, repr=False)
 
     @property
     def step_time_s(self) -> float:
@@ -162,7 +162,7 @@ class StepClock:
         self.in_step = False
         if self._device is not None:
             end_mark = self._device.mark()
-            step.marks = (self._base_mark, self._start_mark, end_mark)
+            step.marks = (self._base_mark, self._start_mark, end_mark, end_mark)
             self._base_mark = end_mark
         self._finished.append(step)
 
@@ -176,9 +176,20 @@ class StepClock:
             if self.in_step:
                 self._waited_s += self._now() - began
 
-    def loop_goes_on(self) -> None:
-        """The callbacks of a step's end are through."""
-        self._next.other_s += self._segment()
+    def loop_goes_on(self, *, last: bool = False) -> None:
+        """The callbacks of a step's end are through.
+
+        Args:
+            last: what they did belongs to the step that ended, not to the next one.
+        """
+        if not (last and self._finished):
+            self._next.other_s += self._segment()
+            return
+        step = self._finished[-1]
+        step.other_s += self._segment()
+        self._mark_base()
+        if step.marks is not None:
+            step.marks = (*step.marks[:3], self._base_mark)
 
     def pause(self, kind: Pause) -> None:
         """The time since the last call went into evaluation, saving or logging."""
@@ -197,7 +208,7 @@ class StepClock:
             return
         last = self._finished[-1]
         if last.marks is not None:
-            self._device.wait(last.marks[-1])
+            self._device.wait(last.marks[2])
         last.device_wait_s += self._segment()
 
     def take(self) -> list[StepTimes]:
@@ -205,9 +216,9 @@ class StepClock:
         taken, self._finished = self._finished, []
         for step in taken:
             if self._device is not None and step.marks is not None:
-                base, start, end = step.marks
+                base, start, end, through = step.marks
                 step.device_time_s = self._device.elapsed_s(start, end)
-                step.end_to_end_s = self._device.elapsed_s(base, end)
+                step.end_to_end_s = self._device.elapsed_s(base, through)
             step.marks = None
         return taken
 

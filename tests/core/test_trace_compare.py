@@ -199,6 +199,8 @@ def test_the_rank_with_most_work_of_its_own_is_the_slowest(tmp_path):
         ("void at::native::lpnorm_cleanup<c10::BFloat16, (at::native::NormType)1>(float const*)", "optimizer"),
         ("kernel_kernel", "linear attention"),
         ("my_kernel_kernel", "other"),
+        ("tilelang_kkt_solve_kernel_kernel", "linear attention"),  # FlashQLA's, from a trace of an H200
+        ("tilelang_group_reduce_vector_kernel_kernel", "linear attention"),
         (
             "void at::native::(anonymous namespace)::compute_grad_weight<c10::BFloat16, long>(long const*)",
             "embedding and index",

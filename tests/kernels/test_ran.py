@@ -114,6 +114,22 @@ def test_the_rule_handed_to_another_backend_is_unknown_and_not_missing(kernel, f
     assert (run.forward, run.backward) == (None, None)
 
 
+def test_the_rule_handed_to_a_backend_whose_kernels_are_known_is_seen_and_named():
+    rule = check("chunk_gated_delta_rule", "fla 0.6.0")
+    names = ["tilelang_fused_chunk_gdr_fwd_kernel_kernel", "tilelang_fused_chunk_gdr_bwd_kernel_kernel"]
+    (run,) = functions_that_ran(names, [rule])
+    assert (run.forward, run.backward, run.backend) == (True, True, "FlashQLA")
+    (seen,) = with_runs([rule], [run], 1)
+    assert seen.evidence.endswith("; kernels of FlashQLA, which it hands on to, ran in step 1")
+
+
+def test_another_package_s_tilelang_kernel_is_not_the_rule_s_backward():
+    """TileLang ends every kernel's name in _kernel; only the one of that very name is fla's."""
+    names = ["chunk_gated_delta_rule_fwd_kernel", "somebodys_kernel_kernel"]
+    (run,) = functions_that_ran(names, [check("chunk_gated_delta_rule", "fla 0.6.0")])
+    assert (run.forward, run.backward) == (True, False)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 def test_without_a_gpu_nothing_is_collected():
     step = StepKernels()

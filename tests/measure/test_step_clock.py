@@ -65,6 +65,28 @@ def test_parts_of_a_step_add_up_to_the_wall_time(hand):
     assert steps[1].host_time_s == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("with_device", [False, True])
+def test_callbacks_can_belong_to_the_step_that_ended(hand, with_device):
+    device = FakeDevice(hand) if with_device else None
+    clock = StepClock(now=hand, device=device)
+    clock.start()
+    for first in (True, False):
+        clock.begin_step()
+        hand.pass_(0.5)
+        if device is not None:
+            device.issue(0.2)
+        clock.end_step()
+        clock.settle()
+        hand.pass_(3.0 if first else 0.1)
+        clock.loop_goes_on(last=first)
+    hand.pass_(0.4)
+    first, second = clock.take()
+    assert first.other_s == pytest.approx(3.0)
+    assert first.step_time_s == pytest.approx(3.7 if with_device else 3.5)
+    assert second.step_time_s == pytest.approx(0.7 if with_device else 0.5)
+    assert first.device_time_s == (pytest.approx(0.7) if with_device else None)
+
+
 @pytest.mark.parametrize("kind", ["eval", "save", "log"])
 def test_pauses_are_not_part_of_a_step_and_are_reported_apart(hand, kind):
     clock = StepClock(now=hand)

@@ -42,6 +42,21 @@ def test_slow_trackers_and_checkpoints_are_neither_training_nor_data_wait(tmp_pa
     assert totals.rates["speed/data_wait_s"] < 0.1
 
 
+class SettlesBehindStepOne(TrainerCallback):
+    def on_step_end(self, args, state, control, **keywords):
+        if state.global_step == 1:
+            time.sleep(1.0)
+
+
+def test_what_callbacks_do_once_behind_the_first_step_is_warm_up(tmp_path):
+    records = []
+    trainer = make_trainer(tmp_path, callbacks=[SettlesBehindStepOne()], max_steps=2)
+    train(trainer, ThroughputCallback(sinks=[records.append]))
+    first, second = records
+    assert first.step_time_s > 1.0 > second.step_time_s
+    assert first.excluded == "warm-up"
+
+
 def test_v68_a_slow_data_set_shows_as_data_wait_inside_the_step_time(tmp_path):
     data = Slow(documents((4,) * 8), 0.15)
     trainer = make_trainer(tmp_path, data=data, per_device_train_batch_size=1, gradient_accumulation_steps=2)

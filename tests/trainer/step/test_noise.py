@@ -84,14 +84,15 @@ def test_the_trainers_noise_is_each_documents_and_gone_afterwards(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # as an error it would leave the mode switched on
 def test_on_a_gpu_nothing_waits_for_the_device():
     model, ids = Embedder().train().cuda().bfloat16(), torch.zeros(1, sum(LENGTHS), dtype=torch.int64, device="cuda")
     edges = EDGES.cuda()
     with document_noise(model, ALPHA):
         model(ids, cu_seq_lens_q=edges)
         before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             model(ids, cu_seq_lens_q=edges)
         finally:
             torch.cuda.set_sync_debug_mode(before)
