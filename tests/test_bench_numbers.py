@@ -61,14 +61,17 @@ def stated():
         result(f"{part}.json")["rates"][rate]
         for part in ("first_look/2026-11-29_h200_27b_cut_8_layers_checkpointing",
                      "first_look/2026-11-29_h200_27b_cut_8_layers_rung_speedkit",
-                     "steps/2026-11-29_h200_27b-8_fused_adamw_full_checkpointing")
+                     "steps/2026-11-29_h200_27b-8_fused_adamw_full_checkpointing",
+                     "steps/2026-11-29_h200_27b-8_full_checkpointing", "steps/2026-11-29_h200_27b-8_speedkit")
     ]  # fmt: skip
     whole = [
         median_step_rate(result(f"steps/{run}.json"))
         for run in ("2026-11-29_2xh200_27b-64_speedkit", "2026-11-30_2xh200_27b-64_speedkit",
                     "2026-11-30_2xh200_27b-64_zero_copy")
     ]  # fmt: skip
-    cold, warm = (result(f"ladder/27b-8_speedkit_rep{number}.json")["startup_s"] for number in (0, 1))
+    cold, warm = (result(f"ladder/27b-8_speedkit_rep{number}.json")["startup_s"] for number in (1, 2))
+    qla, ours = (result(f"ladder/27b-8_speedkit{name}_rep1.json") for name in ("-flashqla", ""))
+    cut = result("2026-11-30_h200_27b-8_floors.json")
     host, packing = result("host_costs.json"), result("2026-11-29_packing_table.json")
     checksums, shell, scale = host["checksums_mb_per_cpu_second"], host["shell"], packing["scale"]
     return {
@@ -86,8 +89,12 @@ def stated():
         ],
         "docs/speed.md": [
             *(f"| {before:,.0f} | {after:,.0f} |" for row in (parts, whole) for before, after in pairwise(row)),
-            f"{sum(cold.values()):.0f} s with empty Triton and TileLang caches, {cold['kernels']:.0f} s of them",
-            f"{sum(warm.values()):.1f} s and {warm['kernels']:.1f} s with filled ones",
+            f"{sum(cold.values()):.0f} s with empty Triton and TileLang caches, and {sum(warm.values()):.1f} s with filled "
+            f"ones, {warm['layers']:.0f} of them",
+            f"{qla['device_groups_s']['linear attention'] * 1e3:.1f} ms a step instead of "
+            f"{ours['device_groups_s']['linear attention'] * 1e3:.1f}",
+            f"{median_step_rate(qla):,.0f} real tokens/s in the median step instead of {median_step_rate(ours):,.0f}",
+            f"{cut['step_ms']:.1f} ms, of which they explain {sum(row['floor_ms'] for row in cut['rows']):.1f}",
         ],
         "docs/checkpoints.md": [
             f"{checksums['zlib.crc32']:,.0f} MB a CPU second on one core of the development machine (zlib.crc32; "
