@@ -89,8 +89,8 @@ def stated():
         ],
         "docs/speed.md": [
             *(f"| {before:,.0f} | {after:,.0f} |" for row in (parts, whole) for before, after in pairwise(row)),
-            f"{sum(cold.values()):.0f} s with empty Triton and TileLang caches, and {sum(warm.values()):.1f} s with filled "
-            f"ones, {warm['layers']:.0f} of them",
+            f"{sum(cold.values()):.0f} s with empty Triton and TileLang caches, and {sum(warm.values()):.1f} s with "
+            f"filled ones, {warm['layers']:.0f} of them",
             f"{qla['device_groups_s']['linear attention'] * 1e3:.1f} ms a step instead of "
             f"{ours['device_groups_s']['linear attention'] * 1e3:.1f}",
             f"{median_step_rate(qla):,.0f} real tokens/s in the median step instead of {median_step_rate(ours):,.0f}",
