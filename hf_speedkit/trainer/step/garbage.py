@@ -1,8 +1,9 @@
 """Python's garbage collector kept from walking over everything a training process holds.
 
 A full collection visits every object of torch, transformers and the model, at a moment of its own on every rank; the
-host stands still for tenths of a second, the device soon does, and the other ranks wait for both. What is there behind
-step 1 stays until the end, so it is taken out of the collector's sight; what a step makes is collected as before.
+host stands still meanwhile, and a device without a queue does too. What is there behind step 1 stays until the end, so
+it is taken out of the collector's sight; what a step makes is collected as before. Costs nothing; no gain was seen on a
+27B (benchmarks/NOTES.md).
 """
 
 from __future__ import annotations
