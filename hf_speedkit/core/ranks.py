@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from hf_speedkit.core.records import to_json
 
+LOADING = "loading the next batches"
+COMPUTING = "forward and backward"
+UPDATING = "the optimizer step"
 SAVING = "writing a checkpoint"
 STARTING = "start-up checks"
 FINISHING = "finishing the run"
@@ -81,6 +84,11 @@ class Missing:
     message: str
     evidence: tuple[str, ...]
     may_end: bool
+
+
+def has_gone_past(beat: Beat, step: int) -> bool:
+    """Whether a rank has begun the step behind `step`, or is through with training."""
+    return beat.doing == LEFT or beat.step > step or (beat.step == step and beat.doing in (COMPUTING, UPDATING))
 
 
 def missing_ranks(beats: Sequence[Beat], *, silent: Collection[int] = ()) -> Missing:

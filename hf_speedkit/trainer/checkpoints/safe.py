@@ -50,6 +50,7 @@ from hf_speedkit.trainer.data.resume import PACKED, PADDED, STREAMED, refuse_for
 from hf_speedkit.trainer.data.streaming import StreamedBatches
 from hf_speedkit.trainer.hardware import launched_here
 from hf_speedkit.trainer.ranks.agreement import agree, gather_agreed
+from hf_speedkit.trainer.ranks.meeting import wanted
 from hf_speedkit.trainer.ranks.roll_call import RollCall
 from hf_speedkit.trainer.ranks.stop_signal import StopSignal
 
@@ -122,6 +123,13 @@ class SafeCheckpoints(StreamedBatches):
         )
 
     # ---- saving -----------------------------------------------------------------------------------------------------
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Trainer's, once all ranks are known to be about to do the same."""
+        wants = wanted(self.args, self.state, self.control)
+        if wants:
+            self.startup.meet(wants, step=self.state.global_step, timeout_s=self.args.ddp_timeout)
+        super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write below `_unfinished`; five small exchanges between the ranks, at a save only."""
@@ -218,6 +226,7 @@ class SafeCheckpoints(StreamedBatches):
 
         Of a run that was told to stop the last one stays: it is what the run goes on from.
         """
+        self.startup.meet(["end training"], step=self.state.global_step, timeout_s=self.args.ddp_timeout)
         limit = self.args.save_total_limit
         if self.stopped_by is not None:
             self.args.save_total_limit = None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,8 @@ from hf_speedkit.trainer.metrics.saved_totals import load_totals
 from hf_speedkit.trainer.proof.first_step import FirstStep
 from hf_speedkit.trainer.proof.head_proof import probe_tokens, prove_loss_head
 from hf_speedkit.trainer.proof.module_mode import in_mode
-from hf_speedkit.trainer.ranks.agreement import agree, gather_agreed, say_once
+from hf_speedkit.trainer.ranks.agreement import agree, gather_agreed, runs_alone, say_once
+from hf_speedkit.trainer.ranks.alike import refuse_unlike, surroundings, weight_sample
 from hf_speedkit.trainer.ranks.roll_call import RollCall
 from hf_speedkit.trainer.ranks.watch import RankWatch
 from hf_speedkit.trainer.sharded.communication import corrected_gathers
@@ -55,8 +56,11 @@ class StartupProof(FirstStep):
         self.findings: tuple[Finding, ...] = ()
         self.seconds: dict[str, float] = {}
         self.resumed_at = 0
-        check_wrap_class(trainer.model, getattr(trainer.accelerator.state, "fsdp_plugin", None))
+        plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+        check_wrap_class(trainer.model, plugin)
         self._loaded = loaded_weights(trainer.model)
+        shards_its_own = trainer.is_fsdp_enabled and plugin is not None and not plugin.cpu_ram_efficient_loading
+        self._weights = weight_sample(trainer.model) if shards_its_own else ""
         self._watch = RankWatch(trainer.args.stuck_rank_timeout_s)
         trainer.add_callback(self._watch)
 
@@ -84,18 +88,34 @@ class StartupProof(FirstStep):
             trainer.until_trained(document_noise(trainer.model, noise))
         self.expect(self._trainer.kernel_mode)
 
-    def watched(self) -> AbstractContextManager[None]:
-        """The ranks watch one another for the time of the context; see `RankWatch`."""
-        return self._watch.running()
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """The ranks watch one another for the time of the context; see `RankWatch`. First they find out whether they
+        can train together: the model's preparation is full of collectives."""
+        with self._watch.running():
+            self._compare_ranks()
+            yield
 
     def call(self, roll_call: RollCall) -> None:
         """Wait for the ranks that make the same call; see `RankWatch.call`."""
         self._watch.call(roll_call)
 
+    def meet(self, wants: Sequence[str], *, step: int, timeout_s: float) -> None:
+        """Wait for the ranks before what all must do behind the same step; see `RankWatch.meet`."""
+        self._watch.meet(wants, step=step, timeout_s=timeout_s)
+
     @property
     def kernels(self) -> tuple[KernelCheck, ...]:
         """One check per function: what was found before step 1 and, on a GPU, seen in it."""
         return self.checks
+
+    def _compare_ranks(self) -> None:
+        if runs_alone():
+            return
+        args = self._trainer.args
+        lines = refuse_unlike(gather_agreed(lambda: surroundings(args, self._weights)))
+        if lines and args.process_index == 0:
+            logger.warning("the ranks do not run the same: %s", "; ".join(lines))
 
     def _compare_documents(self, state: TrainerState) -> dict[str, str]:
         trainer = self._trainer

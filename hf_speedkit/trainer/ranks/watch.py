@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -25,9 +25,21 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_speedkit.core.errors import ConfigurationError, SpeedkitError
-from hf_speedkit.core.ranks import FINISHING, LEFT, SAVING, STARTING, Beat, Missing, missing_ranks
+from hf_speedkit.core.ranks import (
+    COMPUTING,
+    FINISHING,
+    LEFT,
+    LOADING,
+    SAVING,
+    STARTING,
+    UPDATING,
+    Beat,
+    Missing,
+    missing_ranks,
+)  # fmt: skip
 from hf_speedkit.trainer.ranks.agreement import runs_alone
 from hf_speedkit.trainer.ranks.frames import describe_frame
+from hf_speedkit.trainer.ranks.meeting import Meetings
 from hf_speedkit.trainer.ranks.roll_call import RollCall, note_end
 
 logger = logging.getLogger(__name__)
@@ -38,7 +50,6 @@ _LEFT_TO_END_S = 20.0
 """How long a rank may take to end by itself after a failure: with the poll, all are gone within 30 s."""
 _STORE_TIMEOUT = timedelta(seconds=10)
 _FAILED = "failed"
-_LOADING = "loading the next batches"
 
 
 class RankWatch(TrainerCallback):  # type: ignore[misc]
@@ -71,6 +82,7 @@ class RankWatch(TrainerCallback):  # type: ignore[misc]
         self._last_named: tuple[tuple[int, ...], set[int]] | None = None
         self._stop = threading.Event()
         self._store: Any = None
+        self._meetings: Meetings | None = None
         self._prefix = ""
         self._rank, self._ranks, self._main = 0, 1, 0
 
@@ -111,6 +123,11 @@ class RankWatch(TrainerCallback):  # type: ignore[misc]
         if self._store is not None:
             roll_call.answer(self._store, self._rank, self._ranks)
 
+    def meet(self, wants: Sequence[str], *, step: int, timeout_s: float) -> None:
+        """Wait for the ranks before what all must do behind the same step; see `Meetings.meet`."""
+        if self._meetings is not None:
+            self._meetings.meet(wants, step=step, timeout_s=timeout_s)
+
     # What training does: one assignment each, no lock; a torn read would be off by one part of a step.
 
     def _begin(self, doing: str, state: TrainerState | None = None) -> None:
@@ -123,22 +140,22 @@ class RankWatch(TrainerCallback):  # type: ignore[misc]
         """The batches of a step are there."""
         if self._first_step is None:
             self._first_step = self._step = state.global_step
-        self._begin("forward and backward")
+        self._begin(COMPUTING)
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """One more micro-batch is done."""
-        self._begin("forward and backward")
+        self._begin(COMPUTING)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Gradients are there."""
-        self._begin("the optimizer step")
+        self._begin(UPDATING)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """A step is done: what follows is a checkpoint, an evaluation, or the next batches."""
         self._control = control
-        self._begin(_LOADING, state)
+        self._begin(LOADING, state)
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -148,21 +165,21 @@ class RankWatch(TrainerCallback):  # type: ignore[misc]
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """An evaluation is done."""
-        self._begin(_LOADING)
+        self._begin(LOADING)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """A checkpoint is written."""
-        self._begin(_LOADING)
+        self._begin(LOADING)
 
     def _part(self) -> str:
         """The part of a step training is in; what callbacks ask for at the end of a step may still change."""
-        if self._doing != _LOADING or self._control is None:
+        if self._doing != LOADING or self._control is None:
             return self._doing
         if self._control.should_evaluate:
             return "evaluating"
         if self._control.should_save:
             return SAVING
-        return FINISHING if self._control.should_training_stop else _LOADING
+        return FINISHING if self._control.should_training_stop else LOADING
 
     # The thread.
 
@@ -181,6 +198,7 @@ class RankWatch(TrainerCallback):  # type: ignore[misc]
             self._store = dist.PrefixStore(self._prefix, store)  # type: ignore[attr-defined]
             self._say()
             note_end(self._store, self._rank)
+            self._meetings = Meetings(self._store, self._rank, self._ranks, beat_of=self._beat_of)
         except (RuntimeError, ValueError) as error:  # DistStoreError is a RuntimeError
             logger.warning("stuck ranks cannot be named: no connection to the launcher's store (%s)", error)
             return False

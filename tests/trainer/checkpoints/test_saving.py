@@ -173,3 +173,10 @@ def test_the_last_checkpoint_of_a_stopped_run_stays_beside_the_best(tmp_path):
     assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-1"
     assert names(tmp_path) == ["checkpoint-1", "checkpoint-3"]
     assert trainer.args.save_total_limit == 1
+
+
+def test_v34_ranks_meet_before_each_checkpoint_and_before_the_end(tmp_path):
+    trainer, met = small(tmp_path), []
+    trainer.startup.meet = lambda wants, *, step, timeout_s: met.append((step, *wants))
+    trainer.train()
+    assert met == [(2, "save"), (4, "save", "end training"), (4, "end training"), (4, "end training")]
