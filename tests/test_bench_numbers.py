@@ -52,6 +52,7 @@ def stated():
     floors = re.search(r"benchmarks/results/(\S+_floors\.json)", (ROOT / "docs/speed.md").read_text(encoding="utf-8"))
     left = {row["group"]: row["left_percent"] for row in result(floors.group(1))["rows"]}
     cost = result("2026-11-29_h200_callback_overhead.json")["rates"]
+    learned = result("2026-11-30_h200_accuracy_27b-8.json")["verdict"]
     first = result("2026-11-29_2xh200_27b_fsdp2_first_run.json")
     steady = {}
     for found in committed():
@@ -81,6 +82,7 @@ def stated():
             f"Measuring costs {cost['overhead_percent']:.2f} % of a step, "
             f"{cost['overhead_with_counting_percent']:.2f} % with one step in a hundred counted",
             f"({first['peak_memory_gib']:.0f} GiB a GPU at the least",
+            f"are {learned['gap']:.3f} apart, those of two seeds {learned['noise']:.2f}",
             *(f"{min(steady[name])} to {max(steady[name])} of `{name}`" for name in ("27b-8", "27b-64")),
         ],
         "docs/fsdp2.md": [
