@@ -153,11 +153,11 @@ _FLA_ROWS = (
     Row(
         subject="fla",
         verdict=_UNKNOWN,
-        reason="inaccurate decay gradients of flash-qla were reported for strong decay, without a fix",
+        reason="flash-qla before 0.1.3 may have inaccurate gradients of strong decay: reported, and mended in July 2026",
         source="https://github.com/QwenLM/FlashQLA/pull/28",
         architectures=("sm90", "sm100", "sm103"),
-        versions={"flash-qla": ">=0"},
-        fix="export FLA_FLASH_QLA=0",
+        versions={"fla-core": ">=0", "flash-qla": "<0.1.3"},
+        pins=("flash-qla>=0.1.3",),
     ),
     Row(
         subject="fla",

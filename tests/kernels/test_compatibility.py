@@ -76,6 +76,15 @@ def test_v48_tilelang_lifts_the_block_on_hopper_only_with_a_compiler(nvcc, verdi
     assert found.verdict is verdict
 
 
+@pytest.mark.parametrize(("version", "verdict"), [("0.1.2", Compatibility.UNKNOWN), ("0.1.3", Compatibility.OK)])
+def test_flash_qla_is_unverified_until_its_gradients_were_mended(version, verdict):
+    """0.1.3 passed the probe and trained on an H200 with this triton and tilelang (docs/speed.md)."""
+    machine = stack(nvcc=True, triton="3.6.0", fla_core="0.6.0", tilelang="0.1.13", flash_qla=version)
+    found = decide("fla", machine)
+    assert found.verdict is verdict
+    assert (found.fix == 'pip install "flash-qla>=0.1.3"') == (version == "0.1.2")
+
+
 @pytest.mark.parametrize(
     ("subject", "machine", "says"),
     [
