@@ -153,7 +153,7 @@ _FLA_ROWS = (
     Row(
         subject="fla",
         verdict=_UNKNOWN,
-        reason="flash-qla before 0.1.3 may have inaccurate gradients of strong decay: reported, and mended in July 2026",
+        reason="flash-qla before 0.1.3 may have inaccurate gradients of strong decay; mended in July 2026",
         source="https://github.com/QwenLM/FlashQLA/pull/28",
         architectures=("sm90", "sm100", "sm103"),
         versions={"fla-core": ">=0", "flash-qla": "<0.1.3"},
