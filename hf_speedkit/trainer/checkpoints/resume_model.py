@@ -1,8 +1,13 @@
-"""A checkpoint holds the weights of the model that they are loaded into."""
+"""A checkpoint holds the weights of the model that they are loaded into, under its names or those they are saved by."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from hf_speedkit.core.errors import CheckpointError
 
@@ -26,3 +31,45 @@ def refuse_missing_weights(model: Any, load_result: Any) -> None:
             evidence=(f"the first: {', '.join(missing[:3])}",),
             mend="resume with the model that the checkpoint was saved from",
         )
+
+
+@contextmanager
+def taking_saved_names(model: Any) -> Iterator[None]:
+    """While it lasts, `model.load_state_dict` also takes the names under which transformers saves a model.
+
+    `save_pretrained` splits experts and renames modules into the form a model has on the Hub, and `from_pretrained`
+    puts them together again; Trainer (5.23, trainer.py:3696 and 3827) resumes with torch's `load_state_dict`, which
+    finds none of those names: Mixtral's or Qwen3-MoE's experts would go on from where the run began, with a warning.
+
+    Args:
+        model: a transformers model; adapters and other modules are left alone.
+
+    Cost: where names differ, the weights are in host memory once more while they are loaded.
+    """
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        yield
+        return
+    original = model.load_state_dict
+
+    def load_state_dict(state_dict: dict[str, torch.Tensor], strict: bool = True, assign: bool = False) -> Any:
+        if set(state_dict) <= set(model.state_dict()):
+            return original(state_dict, strict, assign)
+        dtypes = {weight.dtype for weight in state_dict.values() if weight.is_floating_point()}
+        own, found = type(model).from_pretrained(
+            None,
+            config=copy.deepcopy(model.config),
+            state_dict=state_dict,
+            # One dtype for all: fp32 holds every other one exactly.
+            dtype=dtypes.pop() if len(dtypes) == 1 else torch.float32,
+            output_loading_info=True,
+        )
+        result = original(own.state_dict(), strict=False)
+        return type(result)(list(found["missing_keys"]), list(found["unexpected_keys"]))
+
+    model.load_state_dict = load_state_dict
+    try:
+        yield
+    finally:
+        del model.load_state_dict  # the class's method shows again

@@ -43,7 +43,7 @@ from hf_speedkit.trainer.checkpoints.resume import (
     refuse_weights_alone,
     settle_resume,
 )
-from hf_speedkit.trainer.checkpoints.resume_model import refuse_missing_weights
+from hf_speedkit.trainer.checkpoints.resume_model import refuse_missing_weights, taking_saved_names
 from hf_speedkit.trainer.checkpoints.run_lock import run_lock
 from hf_speedkit.trainer.checkpoints.sharded_weights import is_sharded, load_sharded_optimizer, load_sharded_weights
 from hf_speedkit.trainer.data.resume import PACKED, PADDED, STREAMED, refuse_foreign_rows
@@ -253,9 +253,15 @@ class SafeCheckpoints(StreamedBatches):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Also a sharded checkpoint into a model that is not sharded."""
         if self.is_fsdp_enabled or not is_sharded(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            with taking_saved_names(self.model):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
             load_sharded_weights(self.model if model is None else model, Path(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        """Trainer's, also where a checkpoint has other names than the model."""
+        with taking_saved_names(self.model):
+            super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Also a sharded optimizer state into one that is not sharded."""

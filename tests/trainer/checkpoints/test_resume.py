@@ -6,10 +6,12 @@ import os
 from types import SimpleNamespace
 
 import pytest
-from checkpoint_run import losses, names, small
+import torch
+from checkpoint_run import build, losses, names, small
 from safetensors.torch import load_file, save_file
 from support import tiny_llama, tiny_tokenizer, tokenized
 from test_sft import Recorder
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_speedkit.core.errors import CheckpointError, ConfigurationError, PackingError
 from hf_speedkit.core.records import to_json
@@ -18,7 +20,7 @@ from hf_speedkit.trainer.checkpoints.folder import (
     manifest_of,
 )
 from hf_speedkit.trainer.checkpoints.resume import Reader, check_kind, settle_resume
-from hf_speedkit.trainer.checkpoints.resume_model import refuse_missing_weights
+from hf_speedkit.trainer.checkpoints.resume_model import refuse_missing_weights, taking_saved_names
 
 
 def flip(path):
@@ -179,3 +181,55 @@ def test_a_checkpoint_without_some_of_the_weights_is_refused():
     refuse_missing_weights(model, SimpleNamespace(missing_keys=["a.buffer"]))
     with pytest.raises(CheckpointError, match="lacks 1 of the model's"):
         refuse_missing_weights(model, SimpleNamespace(missing_keys=["model.norm.weight"]))
+
+
+MOE = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 16, "moe_intermediate_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_experts": 4, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "pad_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+
+
+def experts(family, seed=0):
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**MOE))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "granitemoe"])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_v40_weights_that_are_saved_under_other_names_are_found_again_to_the_bit(tmp_path, family, mixed):
+    saved, other = experts(family), experts(family, seed=1)
+    for model in (saved, other):
+        model.to(torch.bfloat16)
+        model.model.norm.to(torch.float32 if mixed else torch.bfloat16)
+    saved.model.norm.weight.data += 1e-4 * torch.randn_like(saved.model.norm.weight)
+    saved.save_pretrained(tmp_path)
+    file = load_file(tmp_path / "model.safetensors")
+    assert not set(file) <= set(other.state_dict()), "else there is nothing to find"
+    with taking_saved_names(other):
+        result = other.load_state_dict(file, False)
+    assert not result.missing_keys
+    assert not result.unexpected_keys
+    for name, weight in saved.state_dict().items():
+        assert torch.equal(other.state_dict()[name], weight), name
+        assert other.state_dict()[name].dtype == weight.dtype
+    with taking_saved_names(other):
+        file.pop("model.norm.weight")
+        with pytest.raises(CheckpointError, match="the checkpoint lacks"):
+            refuse_missing_weights(other, other.load_state_dict(file, False))
+    assert "load_state_dict" not in vars(other)
+
+
+def test_v40_experts_go_on_from_the_checkpoint_and_the_best_of_them_come_back(tmp_path):
+    settings = {"max_steps": 3, "save_steps": 2, "learning_rate": 1e-2}
+    whole = build(tmp_path / "whole", model=experts("qwen3_moe"), **settings)
+    whole.train()
+    stopped = build(tmp_path / "stopped", model=experts("qwen3_moe"), **{**settings, "max_steps": 2})
+    stopped.train()
+    resumed = build(tmp_path / "stopped", model=experts("qwen3_moe"), allow_existing_output=True, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert losses(resumed)[3] == losses(whole)[3]
+    resumed.state.best_model_checkpoint = str(tmp_path / "stopped" / "checkpoint-2")
+    resumed._load_best_model()
+    for name, weight in stopped.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], weight), name
