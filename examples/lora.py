@@ -1,9 +1,12 @@
 """LoRA: the same trainer with a peft_config; packed, proven and measured as before. Needs hf-speedkit[lora]."""
 
 import tiny
-from peft import LoraConfig
 
 from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
+from hf_speedkit.trainer.adapters import require_adapters
+
+require_adapters({"use_peft": True})  # without peft: the pip command, in place of an ImportError
+from peft import LoraConfig  # noqa: E402
 
 trainer = SpeedSFTTrainer(
     model=tiny.model(),

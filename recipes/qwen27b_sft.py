@@ -48,6 +48,7 @@ def main(argv: list[str]) -> None:
 
     from hf_speedkit import SpeedSFTTrainer
     from hf_speedkit.trainer.before_loading import require_before_loading
+    from hf_speedkit.trainer.data.before_weights import check_rows
     from hf_speedkit.trainer.dataset_source import load_rows
     from hf_speedkit.trainer.output import existing_run, refuse_existing_run, require_checkpoint, require_output_dir
     from hf_speedkit.trainer.summary import print_summary
@@ -73,6 +74,7 @@ def main(argv: list[str]) -> None:
         require_before_loading(model_args, args)  # kernels and memory
         tokenizer = load_tokenizer(model_args)
         dataset = load_rows(recipe.dataset_name, recipe.dataset_config, split=recipe.dataset_train_split)
+        check_rows([("train", dataset)], args, tokenizer=tokenizer)
         model = load_model(model_args, args, random_weights=recipe.random_weights)  # once, not once per process
 
     trainer = SpeedSFTTrainer(

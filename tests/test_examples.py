@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_speedkit.core.errors import ConfigurationError
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SAYS = {
     "existing_trainer": "of what was computed is padding",
@@ -44,7 +46,9 @@ def test_no_example_goes_untried():
 @pytest.mark.parametrize("name", SAYS)
 def test_each_example_runs(run, name):
     if name == "lora" and importlib.util.find_spec("peft") is None:
-        pytest.skip("peft is not installed")
+        with pytest.raises(ConfigurationError, match="pip install peft"):
+            run(name)
+        return
     assert SAYS[name] in run(name)
     if name == "completion_only":  # a second time too: a run is not written over
         assert SAYS[name] in run(name)

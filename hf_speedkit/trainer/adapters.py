@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.kernels.imports import is_installed
 from hf_speedkit.trainer.hardware import is_on
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ def require_adapters(settings: Mapping[str, object]) -> None:
             f"{quantized[0]} with random_weights: weights are quantized while a checkpoint is read",
             mend=f"set random_weights: false, or leave {quantized[0]} out",
         )
-    if adapted and find_spec("peft") is None:
+    if adapted and not is_installed("peft"):
         raise ConfigurationError("use_peft is on, and the package 'peft' is not installed", mend="pip install peft")
-    if quantized and find_spec("bitsandbytes") is None:
+    if quantized and not is_installed("bitsandbytes"):
         raise ConfigurationError(
             f"{quantized[0]} is on, and the package 'bitsandbytes' is not installed",
             mend="pip install bitsandbytes",

@@ -6,13 +6,16 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hf_speedkit.core.errors import SpeedkitError
+from hf_speedkit.core.errors import ConfigurationError, SpeedkitError
 from hf_speedkit.core.families import refuse_leaking_family
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
 from hf_speedkit.kernels.imports import is_installed
 from hf_speedkit.kernels.requirements import stands_alone
 from hf_speedkit.trainer.hub_access import HubName, require_hub
 from hf_speedkit.trainer.memory.check import require_memory_of
+from hf_speedkit.trainer.optional_packages import require_packages
+from hf_speedkit.trainer.output import require_output_dir
+from hf_speedkit.trainer.precision_rules import refuse_half_weights
 from hf_speedkit.trainer.ranks.agreement import agree
 
 if TYPE_CHECKING:
@@ -31,8 +34,24 @@ def kernel_mode(args: SpeedSFTConfig) -> str:
     return "report" if args.device.type == "cpu" else "strict"
 
 
+def require_parts(args: SpeedSFTConfig, eval_dataset: object = None) -> None:
+    """Refuse a job whose settings name what is not there: a package, a folder to write to, an evaluation set.
+
+    Raises:
+        ConfigurationError: see `require_packages` and `require_output_dir`; an `eval_strategy` without rows.
+    """
+    require_packages(args)
+    require_output_dir(args.output_dir)
+    strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
+    if strategy != "no" and eval_dataset is None:
+        raise ConfigurationError(
+            f"eval_strategy={strategy!r}, and there is no eval_dataset",
+            mend='eval_dataset=..., for example of dataset.train_test_split(test_size=0.01), or eval_strategy="no"',
+        )
+
+
 def require_before_loading(model_args: Any, args: SpeedSFTConfig) -> None:
-    """`require_kernels` and `require_memory` for a recipe that parses TRL's ModelConfig.
+    """What can be refused before weights are there, for a recipe that parses TRL's ModelConfig.
 
     Args:
         model_args: a ModelConfig.
@@ -41,7 +60,10 @@ def require_before_loading(model_args: Any, args: SpeedSFTConfig) -> None:
     Raises:
         KernelAssertionError, PackingError: see `require_kernels`.
         HardwareError: see `require_memory`.
+        ConfigurationError: see `require_packages` and `refuse_half_weights`.
     """
+    require_packages(args)
+    refuse_half_weights(args, [model_args.dtype])
     name, revision = model_args.model_name_or_path, model_args.model_revision
     attention, dtype = model_args.attn_implementation, model_args.dtype
     require_kernels(name, args, revision=revision, attn_implementation=attention, dtype=dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Self
 
 from trl import SFTConfig
 
@@ -18,6 +18,8 @@ from hf_speedkit.trainer.config_rules import (
     TRL_STRATEGIES,
     VERIFICATIONS,
     check_choices,
+    check_switches,
+    say_what_is_idle,
     settle_packing,
 )
 from hf_speedkit.trainer.launching import (
@@ -26,6 +28,10 @@ from hf_speedkit.trainer.launching import (
     take_launchers_precision,
     warn_of_first_fsdp,
 )
+from hf_speedkit.trainer.number_rules import check_numbers
+from hf_speedkit.trainer.optional_packages import require_deepspeed
+from hf_speedkit.trainer.precision_rules import check_precision, require_accelerator
+from hf_speedkit.trainer.setting_names import check_words, refuse_unknown_settings
 
 
 @dataclass
@@ -241,6 +247,12 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
 
     _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "chat_template_kwargs"]  # noqa: RUF012
 
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        """Name settings that there are not, before Python calls them unexpected keyword arguments."""
+        if vars(cls).get("__dataclass_fields__"):  # a subclass with an __init__ of its own takes what it likes
+            refuse_unknown_settings(given, (f.name for f in fields(cls) if f.init))
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         """Check the settings and settle the shape of a micro-batch."""
         # TRL's own default is given under the old name, and transformers 5.23 warns about it at every start.
@@ -252,15 +264,22 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         if isinstance(settings.fsdp, str) and settings.fsdp.lower() in ("true", "false"):
             settings.fsdp = settings.fsdp.lower() == "true"
         asked = os.environ.get("ACCELERATE_MIXED_PRECISION")
+        check_words(self)
+        check_switches(self)
+        check_numbers(self)
+        require_deepspeed(self)
+        require_accelerator(self)
         super().__post_init__()
         refuse_lost_fp8(asked, self.mixed_precision)
         take_launchers_precision(self)
+        check_precision(self)
         fsdp_version = 0 if self.use_cpu else (self.fsdp_plugin_args or {}).get("fsdp_version")
         refuse_optimizer(self.optim, fsdp_version)
         warn_of_first_fsdp(fsdp_version)
         # `stop_signals` does what that is for, at one step on all ranks (see trainer/ranks/stop_signal.py).
         self.enable_jit_checkpoint = False
         check_choices(self)
+        say_what_is_idle(self)
         if self.packing:
             settle_packing(self)
         elif self.eval_packing:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
+import os
+import signal
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.kernels.fused_layers import PARTS
+from hf_speedkit.trainer.hardware import is_on
 from hf_speedkit.trainer.launching import refuse_split_rows
 
 logger = logging.getLogger(__name__)
@@ -17,7 +22,8 @@ OVERLONG = ("error", "split", "truncate", "drop")
 VERIFICATIONS = ("checksums", "sizes")
 EXPORTS = ("auto", "stored", "bfloat16", "float16", "float32")
 ASSERTIONS = ("auto", "strict", "warn", "off")
-_TRLS_LENGTH = 1024  # SFTConfig's default max_length: nobody has asked for it
+# SFTConfig's defaults of max_length and per_device_train_batch_size: nobody has asked for them.
+_TRLS_LENGTH, _TRLS_BATCH = 1024, 8
 _PROBED_SLOTS = 6  # three documents of two tokens, see StartupProof
 # TRL's names for what we do as well, so that an SFTConfig can be moved over unchanged.
 TRL_STRATEGIES = {"bfd": "best_fit_decreasing", "bfd_split": "best_fit_decreasing"}
@@ -29,18 +35,36 @@ def _is_int(value: object, least: int) -> bool:
 
 def _is_number(value: object, *, above: float = 0.0, or_zero: bool = False) -> bool:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and (value > above or (or_zero and value == above))  # type: ignore[operator]
+    return number and math.isfinite(value) and (value > above or (or_zero and value == above))  # type: ignore
 
 
 def _is_bool(value: object) -> bool:
     return isinstance(value, bool)
 
 
+def _is_dict(value: object) -> bool:
+    return value is None or isinstance(value, dict)
+
+
+def _are_signals(value: object) -> bool:
+    names = set(signal.Signals.__members__) - {"SIGKILL", "SIGSTOP"}  # which no process is asked about
+    return value is None or (isinstance(value, (list, tuple)) and all(name in names for name in value))
+
+
+_DICTS = ("chat_template_kwargs", "lr_scheduler_kwargs", "activation_checkpointing_kwargs", "model_init_kwargs",
+          "dataset_kwargs")  # fmt: skip
 _SWITCHES = ("packing", "fused_layers", "fused_optimizer", "isolation_check", "throughput", "step_log",
-             "allow_existing_output", "exclude_generation_prompt")  # fmt: skip
+             "allow_existing_output", "exclude_generation_prompt", "fsdp_zero_copy")  # fmt: skip
+_BOOLS = (bool, bool | None, "bool", "bool | None")
 # Text such as "false" is true to Python, and a wrong number would be found after the model is loaded, or never.
 _VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     *((name, _is_bool, "True or False") for name in _SWITCHES),
+    *((name, _is_dict, f'a dict, {name}={{"a": 1}} for example, or its JSON on the command line') for name in _DICTS),
+    (
+        "stop_signals",
+        _are_signals,
+        'a list of signals that can be caught, ["SIGTERM", "SIGUSR1"] for example; [] for none',
+    ),
     ("eval_packing", lambda value: value is None or _is_bool(value), "True, False or None"),
     # Its size is judged where packing is settled; text is what a wrong YAML line gives.
     ("tokens_per_batch", lambda value: value is None or _is_int(value, -(2**63)), "a whole number of slots"),
@@ -60,6 +84,21 @@ _VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "a list of optimizer steps, [20] for example",
     ),
 )
+
+
+def check_switches(config: Any) -> None:
+    """Refuse words where True or False is meant, of transformers and TRL as well: "false" would be on.
+
+    Raises:
+        ConfigurationError: names the setting.
+    """
+    for setting in fields(config):
+        value = getattr(config, setting.name)
+        if setting.type in _BOOLS and value not in (True, False, None):
+            words = "True, False or None" if "None" in str(setting.type) else "True or False"
+            raise ConfigurationError(
+                f"{setting.name}={value!r} is not a choice", mend=f"{setting.name} is {words}, without quotes"
+            )
 
 
 def check_choices(config: Any) -> None:
@@ -109,6 +148,40 @@ def check_choices(config: Any) -> None:
             )
 
 
+# Settings that do nothing where a switch is off.
+_NEEDS_PACKING = ("tokens_per_batch", "cost_window_steps", "overlong", "packing_strategy", "packed_attention")
+_NEEDS_LAYERS = (
+    "activation_checkpointing_layers",
+    "activation_checkpointing_keep",
+    "activation_offloading_layers",
+)
+
+
+def say_what_is_idle(config: Any) -> None:
+    """Say, in one line a switch, which settings do nothing because it is off; call it before packing is settled."""
+    if config.local_process_index != 0:
+        return
+    sharded = bool(config.fsdp) or is_on(os.environ.get("ACCELERATE_USE_FSDP"))
+    recomputed = config.activation_checkpointing or (config.fsdp_config or {}).get("activation_checkpointing")
+    for on, switch, names in (
+        (config.packing, "packing=True", _NEEDS_PACKING),
+        (config.throughput, "throughput=True", ("peak_tflops",)),
+        (config.fused_layers, "fused_layers=True", ("fused_layers_exclude",)),
+        (recomputed, "activation_checkpointing=True", _NEEDS_LAYERS),
+        (sharded, "fsdp=True", ("fsdp_prefetch_layers",)),
+    ):
+        idle = [] if on else [name for name in names if not _is_default(config, name)]
+        if idle:
+            given = ", ".join(f"{name}={getattr(config, name)!r}" for name in idle)
+            logger.warning("without %s these do nothing: %s", switch, given)
+
+
+def _is_default(config: Any, name: str) -> bool:
+    default = next(setting.default for setting in fields(config) if setting.name == name)
+    # TRL's own default, which an SFTConfig brings along.
+    return getattr(config, name) in (default, "bfd") if name == "packing_strategy" else getattr(config, name) == default
+
+
 def settle_packing(config: Any) -> None:
     """Settle the shape of a packed row in place, and refuse settings that packing cannot follow.
 
@@ -130,7 +203,8 @@ def settle_packing(config: Any) -> None:
             evidence=("TRL would replace the collator, and the rows would have a new shape every step",),
             mend="leave padding_free unset; packing=True is enough",
         )
-    if config.tokens_per_batch is None:
+    given = config.tokens_per_batch is not None
+    if not given:
         if config.max_length is None:
             raise ConfigurationError(
                 "the length of a packed row is not set",
@@ -141,6 +215,12 @@ def settle_packing(config: Any) -> None:
         logger.warning(
             "max_length=%s cuts nothing where documents are packed: they may fill a row (tokens_per_batch=%s); "
             "cut or filter longer ones before", config.max_length, config.tokens_per_batch,
+        )  # fmt: skip
+    if given and config.per_device_train_batch_size not in (1, _TRLS_BATCH):
+        logger.warning(
+            "per_device_train_batch_size=%d does nothing beside tokens_per_batch=%d: a micro-batch is one row of that "
+            "many slots; for more tokens a step raise either of tokens_per_batch and gradient_accumulation_steps",
+            config.per_device_train_batch_size, config.tokens_per_batch,
         )  # fmt: skip
     shortest = _PROBED_SLOTS if config.isolation_check else 2
     if not isinstance(config.tokens_per_batch, int) or config.tokens_per_batch < shortest:

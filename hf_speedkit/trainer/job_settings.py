@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import yaml
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.trainer.hardware import is_on
+from hf_speedkit.trainer.setting_names import meant_by
 
 
 def options(argv: Sequence[str]) -> list[tuple[str, str]]:
@@ -112,7 +112,7 @@ def unusable(message: str, file: str, *, known: Iterable[str]) -> ConfigurationE
             mend=f"{quotes}correct it in {file} or on the command line; --help lists all settings",
         )
     settings_known = list(known)
-    meant = [close for name in unknown for close in difflib.get_close_matches(name, settings_known, n=1)]
+    meant = [new for name in unknown if (new := meant_by(name, settings_known)) is not None]
     # Not evidence: below a launcher's traceback only the first and the last lines are said again.
     guess = f"did you mean {', '.join(meant)}? " if meant else ""
     return ConfigurationError(

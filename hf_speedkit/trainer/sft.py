@@ -24,11 +24,11 @@ from hf_speedkit.packing.planner import count_padded_batches
 from hf_speedkit.packing.sampler import PackedBatchSampler
 from hf_speedkit.packing.stream import StreamCollator
 from hf_speedkit.trainer.attach import attach
-from hf_speedkit.trainer.before_loading import kernel_mode, require_kernels
+from hf_speedkit.trainer.before_loading import kernel_mode, require_kernels, require_parts
 from hf_speedkit.trainer.checkpoints.safe import SafeCheckpoints
 from hf_speedkit.trainer.config import settled_config
+from hf_speedkit.trainer.data.before_weights import check_rows
 from hf_speedkit.trainer.data.inputs import (
-    check_dataset,
     check_packing_request,
     check_pad_token,
     embedding_rows,
@@ -42,7 +42,7 @@ from hf_speedkit.trainer.memory.offload_choice import OffloadChoice
 from hf_speedkit.trainer.memory.recompute import RecomputeChoice
 from hf_speedkit.trainer.metrics.mfu_inputs import flops_of, sliding_window
 from hf_speedkit.trainer.metrics.progress import CompactProgress
-from hf_speedkit.trainer.output import STEP_LOG_NAME, existing_run, refuse_existing_run, require_output_dir
+from hf_speedkit.trainer.output import STEP_LOG_NAME, existing_run, refuse_existing_run
 from hf_speedkit.trainer.proof.head_proof import check_trained, refuse_other_models
 from hf_speedkit.trainer.proof.startup import StartupProof
 from hf_speedkit.trainer.ranks.stragglers import log_stragglers
@@ -96,7 +96,7 @@ class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
         formatting_func: Callable[..., Any] | None = None,
     ) -> None:
         args = settled_config(args, model)
-        require_output_dir(args.output_dir)
+        require_parts(args, eval_dataset)
         self._existing_run = None if args.allow_existing_output else existing_run(args.output_dir)
         self._reports: dict[str, DocumentReport] = {}
         self.train_sampler: PackedBatchSampler | None = None
@@ -104,11 +104,9 @@ class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
         self.packing_active = args.packing
         self.own_head = False
         refuse_other_models(model)
-        for name, dataset in named_datasets(train_dataset, eval_dataset):
-            check_dataset(
-                dataset, text_field=args.dataset_text_field, formatting_func=formatting_func, name=name,
-                completion_only_loss=args.completion_only_loss,
-            )  # fmt: skip
+        early = processing_class if isinstance(model, str) else None
+        named = named_datasets(train_dataset, eval_dataset)
+        check_rows(named, args, tokenizer=early, formatting_func=formatting_func)
         if self.packing_active:
             check_packing_request(args, data_collator, train_dataset, eval_dataset, model, peft_config)
         require_kernels(model, args)

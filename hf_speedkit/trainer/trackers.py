@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from importlib.util import find_spec
 from typing import Any
 
 from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.kernels.imports import is_installed
 
 # transformers' names for its integrations, where a package is called otherwise; one of several is enough.
 _PACKAGES = {
@@ -32,7 +32,20 @@ def require_trackers(settings: Mapping[str, object]) -> None:
         ConfigurationError: a name that transformers does not know, a package that is not installed, or a wandb that
             could not start: without a key while it is online, with one that is none, in a mode that there is not.
     """
-    for name in _names(settings.get("report_to")):
+    require_tracker_packages(settings.get("report_to"))
+    _require_wandb_login(settings.get("report_to"))
+
+
+def require_tracker_packages(report_to: object) -> None:
+    """Refuse trackers that transformers does not know, or whose package is not installed.
+
+    Args:
+        report_to: a name, a list of names or a comma-separated list.
+
+    Raises:
+        ConfigurationError: with the name that was meant, or the pip command.
+    """
+    for name in _names(report_to):
         if name not in _TRACKERS:  # a misspelt name must not become a package to install
             near = get_close_matches(name, _TRACKERS, n=1)
             raise ConfigurationError(
@@ -40,19 +53,18 @@ def require_trackers(settings: Mapping[str, object]) -> None:
                 mend=f"report_to: {near[0]}" if near else f"one of {', '.join(_TRACKERS)}, or none",
             )
         packages = _PACKAGES.get(name, (name,))
-        if all(find_spec(package) is None for package in packages):
+        if not any(map(is_installed, packages)):
             raise ConfigurationError(
                 f"report_to is {name!r}, and the package {packages[0]!r} is not installed",
                 mend='pip install ".[wandb]"' if name == "wandb" else f"pip install {packages[0]}",
                 regardless="--report_to none: the step log in output_dir is written all the same",
             )
-    _require_wandb_login(settings.get("report_to"))
 
 
 def _require_wandb_login(report_to: object) -> None:
     """On world rank 0, the only one that talks to wandb: other nodes need no key."""
     named = _listed(report_to)
-    asked = "wandb" in named or ("all" in named and find_spec("wandb") is not None)
+    asked = "wandb" in named or ("all" in named and is_installed("wandb"))
     problem = wandb_problem() if asked and os.environ.get("RANK", "0") == "0" else None
     if problem is not None:
         raise ConfigurationError(

@@ -55,7 +55,7 @@ def test_qlora_without_bitsandbytes_stops_before_a_download(monkeypatch):
     from hf_speedkit.trainer import adapters
 
     monkeypatch.setattr(recipe, "require_hardware", lambda *_, **__: None)
-    monkeypatch.setattr(adapters, "find_spec", lambda name: None if name == "bitsandbytes" else object())
+    monkeypatch.setattr(adapters, "is_installed", lambda name: name != "bitsandbytes")
     with pytest.raises(ConfigurationError, match="'bitsandbytes' is not installed"):
         recipe.main(["--config", str(LORA), "--load_in_4bit", "true", "--report_to", "none"])
 

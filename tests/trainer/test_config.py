@@ -1,12 +1,15 @@
+import copy
 import dataclasses
+import re
 
 import pytest
 import torch
-from support import tiny_llama, tiny_tokenizer, tokenized
+from support import tokenized
 from trl import SFTConfig
 
 from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
 from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.trainer.number_rules import warn_of_long_warmup
 
 
 def config(tmp_path, **kwargs):
@@ -81,6 +84,39 @@ def test_checkpointing_can_be_set_by_either_name(tmp_path, name, on):
         ({"tokens_per_batch": 1024.5}, "a whole number of slots"),
         ({"fused_layers_exclude": ["qk_rotery"]}, "split_convolution.*qk_rotary"),
         ({"fused_layers_exclude": "qk_rotary"}, "a list of names"),
+        ({"stop_signals": "SIGTERM"}, "a list of signals that can be caught"),
+        ({"stop_signals": ["SIGKILL"]}, "a list of signals that can be caught"),
+        ({"chat_template_kwargs": "enable_thinking"}, "a dict, chat_template_kwargs="),
+        ({"lr_scheduler_kwargs": "min_lr"}, "a dict, lr_scheduler_kwargs="),
+        ({"fp16": "false"}, "fp16 is True or False, without quotes"),
+        ({"fsdp_zero_copy": "false"}, "True or False"),
+        ({"peak_tflops": float("inf")}, "a number of TFLOP/s"),
+        ({"per_device_train_batch_size": 0}, "tokens_per_batch is what sizes a batch"),
+        ({"per_device_train_batch_size": "2", "packing": False}, "a whole number from 1 up"),
+        ({"gradient_accumulation_steps": 0}, "a whole number from 1 up"),
+        ({"max_length": 0, "packing": False}, "from 2 up, or None"),
+        ({"max_length": -5}, "from 2 up, or None"),
+        ({"max_steps": 1.5}, "a whole number of optimizer steps"),
+        ({"num_train_epochs": 0}, "nothing would be trained"),
+        ({"num_train_epochs": "two"}, "passes over the data"),
+        ({"learning_rate": -1e-4}, "not negative, 2e-5"),
+        ({"learning_rate": "1e-4"}, "not negative, 2e-5"),
+        ({"learning_rate": float("nan")}, "not negative, 2e-5"),
+        ({"weight_decay": "0.1"}, "weight_decay is a number"),
+        ({"adam_beta2": 1.0}, "from 0 up and below 1"),
+        ({"warmup_steps": "5"}, "a share of them below 1"),
+        ({"logging_steps": 0}, r'a share of all steps below 1\nGo on .*logging_strategy="no"'),
+        ({"logging_steps": 1.5}, "a whole number from 1 up"),
+        ({"save_steps": -1, "save_strategy": "steps"}, 'save_strategy="no" for no checkpoints'),
+        ({"seed": -1}, "from 0 to 4294967295"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, '"min_lr_rate": 0.1'),
+        ({"lr_scheduler_type": "cosin"}, 'lr_scheduler_type="cosine"; '),
+        ({"optim": "adamw_torch_fuse"}, 'optim="adamw_torch_fused"; '),
+        ({"save_strategy": False}, 'write "no" in quotes'),
+        ({"deepspeed": "zero3.json"}, "pip install deepspeed"),
+        ({"max_seq_length": 512}, "max_seq_length: tokens_per_batch"),
+        ({"warmup_ratio": 0.03}, "warmup_steps=0.03"),
+        ({"learning_rat": 1.0, "zzzz": 1}, r"no setting learning_rat, zzzz\n.*learning_rat: learning_rate"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -91,11 +127,60 @@ def test_settings_that_cannot_work_are_refused_with_the_one_to_change(tmp_path, 
     assert not (tmp_path / "out").exists()
 
 
+def test_settings_that_are_not_read_are_not_judged_and_subclasses_take_what_they_like(tmp_path):
+    made = config(tmp_path, logging_steps=0, logging_strategy="no", max_steps=4, num_train_epochs=0, warmup_steps=0.5)
+    assert dataclasses.replace(made, max_steps=5).max_steps == 5
+
+    class Mine(SpeedSFTConfig):
+        def __init__(self, *, extra, **given):
+            super().__init__(**given)
+            self.extra = extra
+
+    assert copy.deepcopy(Mine(extra=3, output_dir=str(tmp_path), use_cpu=True, bf16=False)).extra == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"packing": False, "tokens_per_batch": 64, "overlong": "split"},
+            "without packing=True .*_batch=64, overlong='sp",
+        ),
+        (
+            {"fused_layers": False, "fused_layers_exclude": ["swiglu"]},
+            "without fused_layers=True .*fused_layers_exclude",
+        ),
+        ({"throughput": False, "peak_tflops": 989.0}, "without throughput=True .*peak_tflops=989.0"),
+        (
+            {"activation_checkpointing": False, "activation_offloading_layers": "auto"},
+            "without activation_checkpointing=True .*offloading_layers='auto'",
+        ),
+        ({"fsdp_prefetch_layers": 2}, "without fsdp=True .*fsdp_prefetch_layers=2"),
+        (
+            {"tokens_per_batch": 64, "per_device_train_batch_size": 4},
+            "batch_size=4 does nothing beside tokens_per_batch=64",
+        ),
+        ({"packing": False, "packing_strategy": "bfd"}, None),
+        ({"tokens_per_batch": 64, "per_device_train_batch_size": 8}, None),
+    ],
+    ids=["packing", "layers", "throughput", "checkpointing", "fsdp", "batch", "TRL's strategy", "TRL's batch"],
+)
+def test_settings_that_do_nothing_beside_another_are_said(tmp_path, caplog, given, said):
+    config(tmp_path, **given)
+    assert re.search(said, caplog.text) if said else not caplog.text
+
+
+@pytest.mark.parametrize(("warmup", "steps", "said"), [(10, 5, True), (10, 10, True), (4, 5, False), (0.5, 1, False)])
+def test_a_warmup_that_outlasts_the_run_is_said(tmp_path, caplog, warmup, steps, said):
+    warn_of_long_warmup(config(tmp_path, warmup_steps=warmup), steps)
+    assert ("is all of this run" in caplog.text) is said
+
+
 def test_v22_padding_free_without_packing_is_stopped_with_both_fixes_where_a_length_is_set(tmp_path):
-    # TRL 1.16 says it, before it tokenizes: it alone knows whether the data are images, where this is allowed.
+    # Not by the config: it alone does not know whether the data are images, where TRL takes both.
     made = config(tmp_path, padding_free=True, packing=False, max_length=512)
-    with pytest.raises(ValueError, match=r"(?s)packing=True.*max_length=None"):
-        SpeedSFTTrainer(tiny_llama(), made, train_dataset=tokenized([5]), processing_class=tiny_tokenizer())
+    with pytest.raises(ConfigurationError, match=r"(?s)max_length=512 would not.*packing=True.*max_length=None"):
+        SpeedSFTTrainer("no/model", made, train_dataset=tokenized([5]))
 
 
 @pytest.mark.parametrize(("max_length", "said"), [(512, True), (None, False), (8192, False)])

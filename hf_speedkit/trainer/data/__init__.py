@@ -1,6 +1,6 @@
 """From the rows a user has to documents of tokens; what would be trained on wrongly is refused or said.
 
-- rows before tokenization: inputs, raw_rows
+- rows before tokenization: before_weights, inputs, raw_rows
 - chat templates and masks: conversation_checks, conversation_refusals, templates
 - documents: preparation, positions
 - a stream: streaming

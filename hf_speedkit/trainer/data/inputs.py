@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from datasets import Dataset, IterableDataset, Value
+from datasets import Dataset, DatasetDict, IterableDataset
 from trl import SFTConfig
 
 from hf_speedkit.core.errors import ConfigurationError, DatasetError
@@ -14,7 +15,13 @@ from hf_speedkit.core.families import refuse_leaking_family
 from hf_speedkit.packing.boundaries import IGNORE_INDEX
 from hf_speedkit.packing.document_columns import blocks
 from hf_speedkit.packing.row_rules import OTHER_MASKS, READ_MASKS
-from hf_speedkit.trainer.data.raw_rows import check_raw_rows, columns_of, is_pair
+from hf_speedkit.trainer.data.raw_rows import (
+    check_raw_rows,
+    columns_of,
+    is_pair,
+    refuse_other_than_messages,
+    refuse_plain_rows,
+)
 from hf_speedkit.trainer.data.streaming import check_stream_settings
 from hf_speedkit.trainer.launching import refuse_split_model
 
@@ -24,7 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # What others call a prompt and its completion.
-_PAIRS = (("instruction", "output"), ("instruction", "response"), ("question", "answer"), ("input", "output"))
+_PAIRS = (("prompt", "response"), ("prompt", "output"), ("prompt", "answer"), ("instruction", "output"),
+          ("instruction", "response"), ("question", "answer"), ("input", "output"))  # fmt: skip
 _TEMPLATE_COLUMN = "chat_template_kwargs"
 
 
@@ -35,6 +43,7 @@ def check_dataset(
     formatting_func: object = None,
     name: str = "train",
     completion_only_loss: bool | None = None,
+    assistant_only_loss: bool = False,
 ) -> None:
     """Refuse a dataset that TRL could not tokenize, or would train on more of than it says.
 
@@ -43,7 +52,7 @@ def check_dataset(
         text_field: column of plain text (`dataset_text_field`).
         formatting_func: when given, any columns are fine: it makes the text.
         name: "train" or "eval", for the message.
-        completion_only_loss: of the config.
+        completion_only_loss, assistant_only_loss: of the config.
 
     Raises:
         DatasetError: wrong type, no rows, no usable column, conversations without messages, rows without a value,
@@ -52,7 +61,9 @@ def check_dataset(
     if not isinstance(dataset, (Dataset, IterableDataset)):
         raise DatasetError(
             f"the {name} dataset is {type(dataset).__name__}",
-            mend='pass a datasets.Dataset, for example datasets.load_dataset("json", data_files=...)["train"]',
+            mend=f'pass one of its splits: dataset["{next(iter(dataset))}"]'
+            if isinstance(dataset, DatasetDict) and dataset
+            else 'pass a datasets.Dataset, for example datasets.load_dataset("json", data_files=...)["train"]',
         )
     streaming = isinstance(dataset, IterableDataset)
     if next(iter(dataset), None) is None if streaming else len(dataset) == 0:
@@ -63,6 +74,8 @@ def check_dataset(
         )
     columns = set(columns_of(dataset))
     _refuse_idle_mask(columns, completion_only_loss, name)
+    if assistant_only_loss and formatting_func is None:
+        refuse_plain_rows(dataset, columns, name)
     if streaming:
         return
     usable = (
@@ -95,7 +108,8 @@ def _renaming(row: Mapping[str, Any]) -> str | None:
         return None
     for prompt, completion in _PAIRS:
         if {prompt, completion} <= set(row):
-            return f'dataset = dataset.rename_columns({{"{prompt}": "prompt", "{completion}": "completion"}})'
+            names = {name: new for name, new in ((prompt, "prompt"), (completion, "completion")) if name != new}
+            return f"dataset = dataset.rename_columns({json.dumps(names)})"
     return None
 
 
@@ -248,19 +262,7 @@ def _check_conversations(dataset: Dataset, name: str) -> None:
     for column in ("messages", "conversations"):
         if column not in dataset.column_names:
             continue
-        feature = dataset.features[column]
-        if isinstance(feature, Value):
-            raise DatasetError(
-                f'the {name} dataset\'s "{column}" column holds {feature.dtype}, not conversations',
-                mend='each row of "messages" is a list of {"role": ..., "content": ...}',
-            )
-        keys = getattr(getattr(feature, "feature", None), "keys", lambda: ())()
-        if keys and not ({"role"} <= set(keys) or {"from", "value"} <= set(keys)):
-            raise DatasetError(
-                f'the messages of the {name} dataset\'s "{column}" have no role',
-                evidence=(f"they have: {', '.join(sorted(keys))}",),
-                mend='each row of "messages" is a list of {"role": ..., "content": ...}',
-            )
+        refuse_other_than_messages(dataset, column, name)
         empty = _empty_lists(dataset, column)
         if empty:
             raise DatasetError(

@@ -29,6 +29,7 @@ from hf_speedkit.trainer.data.inputs import (
 from hf_speedkit.trainer.data.positions import check_lengths
 from hf_speedkit.trainer.data.raw_rows import answered, checked_stream, columns_of, formatted, is_pair, one_format
 from hf_speedkit.trainer.data.templates import MaskCheck, TemplateChecks, log_example
+from hf_speedkit.trainer.precision_rules import refuse_half_weights
 from hf_speedkit.trainer.ranks.agreement import agree
 
 logger = logging.getLogger(__name__)
@@ -122,11 +123,13 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
             self.completion_only_loss = former
 
     def check_prepared(self) -> None:
-        """Refuse tokens, labels and lengths that the model has nothing for.
+        """Refuse tokens, labels and lengths that the model has nothing for, and weights that a loss scaler cannot take.
 
         Raises:
+            ConfigurationError: see `refuse_half_weights`.
             DatasetError, PackingError: see `check_vocabulary` and `check_lengths`.
         """
+        refuse_half_weights(self.args, (w.dtype for w in self.model.parameters() if w.requires_grad))
         for name, dataset in named_datasets(self.train_dataset, self.eval_dataset):
             check_vocabulary(dataset, self.model, name)
             packed = self.args.packing if dataset is self.train_dataset else self._eval_is_packed()

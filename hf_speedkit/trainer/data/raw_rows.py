@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 _PAIR = ("prompt", "completion")
 _OF_OTHER_TRAINERS = ("chosen", "rejected")
+_MESSAGES = 'each row is a list of {"role": ..., "content": ...}'
 _WEIGHTS = ("weight", "weights", "sample_weight", "sample_weights", "loss_weight", "loss_weights")
 
 
@@ -142,9 +143,65 @@ def check_raw_rows(dataset: Dataset, text_field: str, name: str) -> None:
         _refuse_nulls(dataset, text_field, name)
 
 
+def refuse_plain_rows(dataset: Any, columns: set[str], name: str) -> None:
+    """Refuse rows that are no conversations where the loss is to be of the assistant's words alone.
+
+    Raises:
+        DatasetError: with what masks a prompt in such rows.
+    """
+    row: Mapping[str, Any] = next(iter(dataset), {})
+    if {"messages", "conversations", "input_ids"} & columns or isinstance(row.get("prompt"), list):
+        return
+    raise DatasetError(
+        f"assistant_only_loss=True, and the rows of the {name} dataset are no conversations",
+        evidence=(f"columns: {', '.join(sorted(columns))}",),
+        mend='give them "messages", or leave assistant_only_loss out: of "prompt" and "completion" only the completion '
+        "is trained on by itself",
+    )
+
+
+def refuse_other_than_messages(dataset: Dataset, column: str, name: str) -> None:
+    """Refuse a column of conversations whose rows are no lists of messages with a role and a content.
+
+    Raises:
+        DatasetError: what they are, and the line of code that makes them lists of messages where there is one.
+    """
+    feature: Any = dataset.features[column]
+    turn = feature if isinstance(feature, dict) else getattr(feature, "feature", None)
+    if isinstance(feature, dict):
+        held, mend = "one message", f'dataset.map(lambda row: {{"{column}": [row["{column}"]]}})'
+    elif isinstance(feature, Value):
+        first = str(next((value for value in dataset[:1][column] if value), ""))
+        written = f'dataset.map(lambda row: {{"{column}": json.loads(row["{column}"])}})' if first[:1] in "[{" else None
+        held, mend = feature.dtype, (written if first else None)
+    elif isinstance(turn, Value) or getattr(turn, "feature", None) is not None:
+        held, mend = f"a list of {getattr(turn, 'dtype', 'lists')}", None
+    else:
+        _refuse_keys(turn, column, name)
+        return
+    raise DatasetError(
+        f'the {name} dataset\'s "{column}" column holds {held}, not conversations',
+        mend=(f"{mend}: " if mend else "") + _MESSAGES,
+    )
+
+
+def _refuse_keys(turn: Any, column: str, name: str) -> None:
+    keys = set(turn) if isinstance(turn, dict) else set()
+    if not keys or {"role", "content"} <= keys or {"from", "value"} <= keys or {"role", "tool_calls"} <= keys:
+        return
+    raise DatasetError(
+        f'the messages of the {name} dataset\'s "{column}" have no {"content" if "role" in keys else "role"}',
+        evidence=(f"they have: {', '.join(sorted(keys))}",),
+        mend=_MESSAGES,
+    )
+
+
 def _refuse_other_types(dataset: Dataset, column: str, name: str, *, lists: bool) -> None:
     kind = dataset.features[column]
-    if lists or str(getattr(kind, "dtype", "")) in ("string", "large_string", "string_view", "null"):
+    if lists:
+        refuse_other_than_messages(dataset, column, name)
+        return
+    if str(getattr(kind, "dtype", "")) in ("string", "large_string", "string_view", "null"):
         return
     raise DatasetError(
         f'the {name} dataset\'s "{column}" column is {kind}, not text',

@@ -51,12 +51,14 @@ class TemplateChecks:
         training_template: what TRL trains with instead, if anything.
         mode: "strict" refuses, "warn" says so and goes on, "off" looks at nothing.
         exclude_generation_prompt: take tokens that the prompt supplies at inference out of the targets.
+        quiet: only refuse; what there is to say is said when the trainer looks once more.
     """
 
     tokenizer: Any
     training_template: str | None
     mode: str
     exclude_generation_prompt: bool
+    quiet: bool = False
 
     def before(self, dataset: Dataset | IterableDataset, name: str) -> None:
         """Look at the first conversations as they will be rendered.
@@ -73,13 +75,13 @@ class TemplateChecks:
         self._refuse(lambda: refuse_foreign_roles(conversations, self._train), name)
         self._refuse(lambda: refuse_weighed_messages(conversations), name)
         roles = written_roles(conversations, self._train)
-        if roles:
+        if roles and not self.quiet:
             logger.warning("%s documents: %s", name, roles)
         self._refuse(lambda: refuse_reasoning_line(conversations, self._infer), name)
         self._refuse(lambda: refuse_filled_arguments(conversations), name)
         differences = self._refuse(lambda: rendering_differences(conversations, self._train, self._infer), name) or []
         warning = self._refuse(lambda: judge_differences(differences, len(conversations), prompts=prompts), name)
-        if warning:
+        if warning and not self.quiet:
             logger.warning("%s documents: %s", name, warning)
 
     def after(self, dataset: Dataset | IterableDataset, name: str, **map_arguments: Any) -> Dataset | IterableDataset:

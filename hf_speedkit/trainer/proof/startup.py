@@ -22,6 +22,7 @@ from hf_speedkit.trainer.before_loading import loading_settings
 from hf_speedkit.trainer.data.resume import compare_documents, data_of_rank, padded_order, refuse_ranks_apart
 from hf_speedkit.trainer.kernel_callback import activation_dtype, packed_slots
 from hf_speedkit.trainer.metrics.saved_totals import load_totals
+from hf_speedkit.trainer.number_rules import warn_of_long_warmup
 from hf_speedkit.trainer.proof.first_step import FirstStep
 from hf_speedkit.trainer.proof.head_proof import probe_tokens, prove_loss_head
 from hf_speedkit.trainer.proof.module_mode import in_mode
@@ -68,6 +69,8 @@ class StartupProof(FirstStep):
         """Make the layers ready and prove them, or stop all ranks with one message."""
         trainer = self._trainer
         self.resumed_at = state.global_step
+        if state.is_world_process_zero:
+            warn_of_long_warmup(args, state.max_steps)
         trainer.restore_token_total(load_totals(state))
         refuse_ranks_apart(gather_agreed(partial(self._compare_documents, state)))
         self.findings = preflight(trainer, self._loaded)

@@ -1,7 +1,7 @@
 from contextlib import nullcontext
 
 import pytest
-from datasets import Dataset, Features, IterableDataset, List, Value
+from datasets import Dataset, DatasetDict, Features, IterableDataset, List, Value
 
 from hf_speedkit import PackedCollator, SpeedSFTConfig
 from hf_speedkit.core.errors import ConfigurationError, DatasetError, PackingError
@@ -41,6 +41,15 @@ def test_what_trl_can_tokenize_passes(columns):
         pytest.param(Dataset.from_dict({"body": ["a"]}), "columns: body", id="no usable column"),
         pytest.param(Dataset.from_dict({"prompt": ["a"]}), '"prompt" and "completion"', id="prompt alone"),
         pytest.param(Dataset.from_dict({"messages": ["hi"]}), "not conversations", id="messages of text"),
+        pytest.param(Dataset.from_dict({"messages": ['[{"a": 1}]']}), "json.loads", id="messages of JSON"),
+        pytest.param(Dataset.from_dict({"messages": [["hi"]]}), "a list of string, not", id="messages of texts"),
+        pytest.param(Dataset.from_dict({"messages": [[TURN]]}), "a list of lists, not", id="messages of lists"),
+        pytest.param(Dataset.from_dict({"messages": [TURN[0]]}), r"\[row\[.messages.\]\]", id="one message a row"),
+        pytest.param(Dataset.from_dict({"messages": [[{"role": "user", "text": "a"}]]}), "no content", id="no content"),
+        pytest.param(
+            Dataset.from_dict({"prompt": [["a"]], "completion": [["b"]]}), '"prompt" column holds a list', id="pair"
+        ),
+        pytest.param(DatasetDict(valid=Dataset.from_dict({"text": ["a"]})), r'dataset\["valid"\]', id="all splits"),
         pytest.param(
             Dataset.from_dict({"messages": [TURN, [], TURN, []]}), r"2 of 4 rows .*\n.*\[1, 3\]", id="empty messages"
         ),
@@ -57,10 +66,11 @@ def test_what_cannot_be_trained_on_is_refused_with_instructions(dataset, message
         ({"chat": TURN}, True),
         ({"instruction": "a", "output": "b"}, True),
         ({"question": "a", "answer": "b"}, True),
+        ({"prompt": "a", "response": "b"}, True),
         ({"instruction": "a", "input": "", "output": "b"}, False),  # in other rows the input holds something
         ({"chat": []}, False),
     ],
-    ids=["chat", "instruction", "question", "with an input", "an empty chat"],
+    ids=["chat", "instruction", "question", "response", "with an input", "an empty chat"],
 )
 def test_columns_of_other_names_are_renamed_by_the_line_that_is_given(row, renamed):
     names = {"dataset": Dataset.from_list([row])}

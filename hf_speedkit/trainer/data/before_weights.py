@@ -1,0 +1,100 @@
+"""Rows and templates looked at before a model's weights are read, which for 54 GB takes minutes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from datasets import Dataset, IterableDataset
+
+from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.trainer.data.conversation_checks import SAMPLE_ROWS
+from hf_speedkit.trainer.data.inputs import check_dataset, with_template_kwargs
+from hf_speedkit.trainer.data.raw_rows import columns_of, one_format
+from hf_speedkit.trainer.data.templates import TemplateChecks
+
+if TYPE_CHECKING:
+    from hf_speedkit.trainer.config import SpeedSFTConfig
+
+
+def check_rows(
+    named: Iterable[tuple[str, Any]], args: SpeedSFTConfig, *, tokenizer: Any = None, formatting_func: Any = None
+) -> None:
+    """Refuse datasets that could not be trained on, and templates that would change what they say.
+
+    Args:
+        named: datasets and their names, see `named_datasets`.
+        args: the job's settings.
+        tokenizer: where it is there before the model: what the trainer would refuse once the model is there.
+        formatting_func: as for SpeedSFTTrainer.
+
+    Raises:
+        DatasetError: see `check_dataset` and `TemplateChecks`.
+        ConfigurationError: padding_free beside max_length, a token of the settings that the tokenizer does not know.
+    """
+    named = list(named)
+    _refuse_uncut_rows(named[0][1], args)
+    if tokenizer is not None:
+        _refuse_unknown_tokens(tokenizer, args)
+    for name, dataset in named:
+        check_dataset(
+            dataset, text_field=args.dataset_text_field, formatting_func=formatting_func, name=name,
+            completion_only_loss=args.completion_only_loss, assistant_only_loss=args.assistant_only_loss,
+        )  # fmt: skip
+        if tokenizer is not None and formatting_func is None and isinstance(dataset, Dataset):
+            _check_templates(dataset.select(range(min(len(dataset), SAMPLE_ROWS))), tokenizer, args, name)
+
+
+def _refuse_uncut_rows(dataset: Any, args: SpeedSFTConfig) -> None:
+    """TRL 1.16 says so after the model is loaded. Images it takes: their rows are never cut."""
+    pictures = isinstance(dataset, (Dataset, IterableDataset)) and {"image", "images"} & set(columns_of(dataset))
+    if args.packing or not args.padding_free or args.max_length is None or pictures:
+        return
+    raise ConfigurationError(
+        f"padding_free=True without packing: max_length={args.max_length} would not be applied to its rows",
+        mend="packing=True, tokens_per_batch=8192: packed rows hold no padding either, and have one shape",
+        regardless="max_length=None, where the longest document fits into memory",
+    )
+
+
+def _refuse_unknown_tokens(tokenizer: Any, args: SpeedSFTConfig) -> None:
+    known = getattr(tokenizer, "tokenizer", tokenizer)  # a processor holds one
+    for setting in ("eos_token", "pad_token"):
+        token = getattr(args, setting)
+        if token is not None and token not in known.get_vocab():
+            own = getattr(known, setting)
+            raise ConfigurationError(
+                f"{setting}={token!r} is no token of this tokenizer ({type(known).__name__}, {len(known):,} tokens)",
+                mend=f"leave {setting} unset, for {own!r}" if own else f"{setting} is a token of its vocabulary",
+            )
+
+
+def _check_templates(sample: Dataset, tokenizer: Any, args: SpeedSFTConfig, name: str) -> None:
+    if args.chat_template_path is not None or args.template_check != "strict":
+        return  # another template takes its place once the model is there; or nothing is refused
+    rows = with_template_kwargs(one_format(sample, args.dataset_text_field), args)
+    if "input_ids" in columns_of(rows):
+        return
+    template = _training_template(tokenizer) if args.assistant_only_loss else None
+    checks = TemplateChecks(tokenizer, template, args.template_check, args.exclude_generation_prompt, quiet=True)
+    checks.before(rows, name)
+
+
+def _training_template(tokenizer: Any) -> str | None:
+    """What TRL will render with for assistant_only_loss (1.16, sft_trainer.py:941); None: the tokenizer's own."""
+    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+
+    own = getattr(tokenizer, "chat_template", None)
+    if own is None or has_generation_markers(own):
+        return None
+    try:
+        template: str | None = get_training_chat_template(tokenizer)
+    except ValueError as error:
+        raise ConfigurationError(
+            "assistant_only_loss=True, and the chat template does not mark what the assistant says",
+            evidence=(" ".join(str(error).split()),),
+            mend="chat_template_path=FILE.jinja, the template with {% generation %} and {% endgeneration %} around the "
+            'assistant\'s words; or rows of "prompt" and "completion", whose prompts are no targets by themselves',
+            regardless="assistant_only_loss=False trains on every message",
+        ) from error
+    return template

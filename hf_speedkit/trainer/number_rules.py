@@ -1,0 +1,131 @@
+"""What transformers' and TRL's own numbers may be: most of them are otherwise told at step 1, cryptically, or never.
+
+transformers 5.23 divides by gradient_accumulation_steps=0 after the model is loaded and the data is tokenized, takes
+num_train_epochs=0 for a run that has ended, and cuts documents to max_length=-5 from their end.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from numbers import Integral, Real
+from typing import Any
+
+from hf_speedkit.core.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+_Fits = Callable[[Any], bool]
+
+
+def _whole(least: int, *, most: float = math.inf, none: bool = False) -> _Fits:
+    def fits(value: Any) -> bool:
+        if value is None or isinstance(value, bool) or not isinstance(value, Integral):
+            return value is None and none
+        return bool(least <= value <= most)
+
+    return fits
+
+
+def _number(least: float, *, below: float = math.inf, above: bool = False, none: bool = False) -> _Fits:
+    """A number from `least` up (or `above` it) that stays `below`; never NaN."""
+
+    def fits(value: Any) -> bool:
+        if value is None or isinstance(value, bool) or not isinstance(value, Real):
+            return value is None and none
+        return bool((value > least if above else value >= least) and value < below)
+
+    return fits
+
+
+def _steps(value: Any) -> bool:
+    return _number(0, above=True, none=True)(value) and (value is None or value < 1 or value == int(value))
+
+
+_COUNT = "a whole number from 1 up"
+_RULES: tuple[tuple[str, _Fits, str], ...] = (
+    ("per_device_train_batch_size", _whole(1), f"{_COUNT}; with packing tokens_per_batch is what sizes a batch"),
+    ("per_device_eval_batch_size", _whole(1), _COUNT),
+    ("gradient_accumulation_steps", _whole(1), _COUNT),
+    ("max_length", _whole(2, none=True), "a number of tokens from 2 up, or None; with packing set tokens_per_batch"),
+    ("max_steps", _whole(-(2**63)), "a whole number of optimizer steps, or -1 for num_train_epochs"),
+    ("num_train_epochs", _number(-math.inf), "a number of passes over the data, 3 for example"),
+    ("learning_rate", _number(0.0), "a number that is not negative, 2e-5 for example"),
+    ("warmup_steps", _number(0.0), "a number of steps, or a share of them below 1"),
+    ("weight_decay", _number(0.0), "a number that is not negative"),
+    ("max_grad_norm", _number(0.0, none=True), "the norm that gradients are clipped to, or 0 for no clipping"),
+    ("adam_beta1", _number(0.0, below=1.0), "a number from 0 up and below 1"),
+    ("adam_beta2", _number(0.0, below=1.0), "a number from 0 up and below 1"),
+    ("adam_epsilon", _number(0.0), "a number that is not negative, 1e-8 for example"),
+    ("seed", _whole(0, most=2**32 - 1), "a whole number from 0 to 4294967295"),
+    ("data_seed", _whole(0, most=2**32 - 1, none=True), "a whole number from 0 to 4294967295, or None"),
+    ("dataloader_num_workers", _whole(0), "a whole number, 0 for none"),
+    ("dataset_num_proc", _whole(1, none=True), f"{_COUNT}, or None"),
+    ("neftune_noise_alpha", _number(0.0, none=True), "a number that is not negative, or None"),
+    ("label_smoothing_factor", _number(0.0, below=1.0), "a number from 0 up and below 1"),
+)
+# Only read where the strategy is "steps".
+_INTERVALS = (
+    ("logging_steps", "logging_strategy", "no log"),
+    ("save_steps", "save_strategy", "no checkpoints"),
+    ("eval_steps", "eval_strategy", "no evaluation"),
+)
+_MIN_RATES = ("min_lr", "min_lr_rate")
+
+
+def check_numbers(config: Any) -> None:
+    """Refuse numbers of transformers' and TRL's that cannot work; call it before they look at them.
+
+    Args:
+        config: a SpeedSFTConfig as its user gave it.
+
+    Raises:
+        ConfigurationError: names the setting and what it may be.
+    """
+    for name, fits, wanted in _RULES:
+        value = getattr(config, name)
+        if not fits(value):
+            raise ConfigurationError(f"{name}={value!r} cannot be used", mend=f"{name} is {wanted}")
+    if config.max_steps <= 0 and config.num_train_epochs <= 0:
+        raise ConfigurationError(
+            f"nothing would be trained: num_train_epochs={config.num_train_epochs!r} and max_steps={config.max_steps}",
+            mend="num_train_epochs=1, or max_steps=100 for a number of steps",
+        )
+    for name, strategy, nothing in _INTERVALS:
+        value = getattr(config, name)
+        chosen = getattr(config, strategy)
+        if str(getattr(chosen, "value", chosen)) == "steps" and not _steps(value):
+            raise ConfigurationError(
+                f"{name}={value!r} cannot be used",
+                mend=f"{name} is {_COUNT}, or a share of all steps below 1",
+                regardless=f'{strategy}="no" for {nothing}',
+            )
+    _check_schedule(config)
+
+
+def _check_schedule(config: Any) -> None:
+    kind = str(getattr(config.lr_scheduler_type, "value", config.lr_scheduler_type))
+    given = config.lr_scheduler_kwargs
+    if "with_min_lr" in kind and isinstance(given or {}, dict) and not set(_MIN_RATES) & set(given or {}):
+        raise ConfigurationError(
+            f"lr_scheduler_type={kind!r} needs the learning rate that it ends at",
+            mend='lr_scheduler_kwargs={"min_lr_rate": 0.1} ends at a tenth of learning_rate',
+        )
+
+
+def warn_of_long_warmup(args: Any, steps: int) -> None:
+    """Say that a run ends before its learning rate is what was asked for.
+
+    Args:
+        args: TrainingArguments.
+        steps: optimizer steps of the run.
+    """
+    warmup = args.get_warmup_steps(steps)
+    schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    if args.warmup_steps >= 1 and warmup >= steps > 0 and schedule != "constant":
+        logger.warning(
+            "warmup_steps=%d is all of this run of %d steps: the learning rate ends at %.3g, not at %.3g; "
+            "warmup_steps=%d would be a tenth", warmup, steps, args.learning_rate * min(1.0, steps / warmup),
+            args.learning_rate, max(1, steps // 10),
+        )  # fmt: skip

@@ -1,0 +1,76 @@
+"""Packages that a setting needs and that nothing else does: told before a model is loaded, with the pip command.
+
+transformers 5.23 says so when it makes the optimizer or wraps the model: after the weights are loaded and the data is
+tokenized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.kernels.imports import is_installed
+from hf_speedkit.trainer.trackers import require_tracker_packages
+
+_ADAMW = "optim=adamw_torch_fused needs no package"
+# transformers 5.23 trainer_optimizer.py: the start of an optimizer's name, the package and what pip calls it.
+_OPTIMIZERS = (
+    (("adamw_bnb", "adamw_8bit", "paged_", "ademamix", "lion_", "rmsprop_bnb"), "bitsandbytes", "bitsandbytes"),
+    (("galore_",), "galore_torch", "galore-torch"),
+    (("apollo_",), "apollo_torch", "apollo-torch"),
+    (("lomo", "adalomo"), "lomo_optim", "lomo-optim"),
+    (("grokadamw",), "grokadamw", "grokadamw"),
+    (("adamw_torch_4bit", "adamw_torch_8bit"), "torchao", "torchao"),
+    (("schedule_free",), "schedulefree", "schedulefree"),
+    (("stable_adamw",), "optimi", "torch-optimi"),
+)
+
+
+def require_packages(args: Any) -> None:
+    """Refuse settings whose package is not installed.
+
+    Args:
+        args: TrainingArguments, made. Read here: `report_to`, `optim`, `use_liger_kernel`.
+
+    Raises:
+        ConfigurationError: with the pip command, and the way on without.
+    """
+    require_tracker_packages(args.report_to)
+    for setting, package, name, regardless in _needed(args):
+        if not is_installed(package):
+            raise ConfigurationError(
+                f"{setting}, and the package {package!r} is not installed",
+                mend=f"pip install {name}",
+                regardless=regardless,
+            )
+
+
+def _needed(args: Any) -> Iterator[tuple[str, str, str, str]]:
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    for starts, package, name in _OPTIMIZERS:
+        if optimizer.startswith(starts):
+            yield f"optim is {optimizer!r}", package, name, _ADAMW
+    if args.use_liger_kernel:
+        without = "use_liger_kernel=False: fused layers are put in place by fused_layers=True, on by default"
+        yield "use_liger_kernel is on", "liger_kernel", "liger-kernel", without
+
+
+def require_deepspeed(config: Any) -> None:
+    """Refuse a DeepSpeed job without DeepSpeed; call it before transformers looks at the settings.
+
+    Raises:
+        ConfigurationError: with the pip command, and what does the same here.
+    """
+    if not config.deepspeed:
+        return
+    try:
+        metadata.version("deepspeed")
+    except metadata.PackageNotFoundError as error:
+        raise ConfigurationError(
+            "deepspeed is set, and the package 'deepspeed' is not installed",
+            mend="pip install deepspeed",
+            regardless="fsdp: true with fsdp_config: {version: 2} shards as ZeRO 3 does, and is what is checked and "
+            "measured here",
+        ) from error

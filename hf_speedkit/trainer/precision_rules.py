@@ -1,0 +1,96 @@
+"""Mixed precision that this machine cannot compute, or can only imitate: told before anything is loaded."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from hf_speedkit.core.errors import ConfigurationError, HardwareError
+
+logger = logging.getLogger(__name__)
+
+_BF16_CAPABILITY = (8, 0)
+"""Ampere. torch calls bf16 supported on older GPUs too, where it is emulated (torch 2.13, is_bf16_supported)."""
+
+
+def require_accelerator(config: Any) -> None:
+    """Refuse settings that leave a machine without a GPU to transformers, whose refusal names no setting to write.
+
+    Args:
+        config: a SpeedSFTConfig as its user gave it: `bf16` is None where TRL is to turn it on.
+
+    Raises:
+        HardwareError: no accelerator that torch can use, and bf16 (TRL's default) for one.
+    """
+    import torch
+
+    wanted = config.bf16 or config.bf16_full_eval or (config.bf16 is None and not config.fp16)
+    if config.use_cpu or not wanted or torch.accelerator.is_available():
+        return
+    built = "" if torch.version.cuda or torch.version.hip else ", and this torch is built for CPUs alone"
+    raise HardwareError(
+        f"there is no GPU that torch can use{built}",
+        evidence=(f"torch {torch.__version__}; bf16 is on for GPUs unless told otherwise (TRL's default)",),
+        mend="use_cpu=True trains on the CPU, a tiny model in minutes. Where there is a GPU: hf-speedkit doctor MODEL "
+        "says why torch does not see it",
+    )
+
+
+def check_precision(config: Any) -> None:
+    """Refuse bf16 on a GPU that emulates it, and say what mixed precision does on a CPU.
+
+    Args:
+        config: a SpeedSFTConfig, made.
+
+    Raises:
+        HardwareError: bf16 on an NVIDIA GPU before Ampere, unless `kernel_assertion` is "warn" or "off".
+    """
+    import torch
+
+    speaks = config.local_process_index == 0
+    if config.device.type == "cpu":
+        if config.fp16 and speaks:
+            logger.warning("fp16=True does nothing on a CPU: the job trains as with fp16=False")
+        elif config.bf16 and speaks:
+            logger.warning(
+                "bf16=True on a CPU: products are computed in bf16, slowly where it has no instructions for it (AMX, "
+                "AVX512-BF16); bf16=False trains in the weights' own type"
+            )
+        return
+    if config.device.type != "cuda" or torch.version.hip or not config.bf16:
+        return
+    capability = torch.cuda.get_device_capability()
+    if capability >= _BF16_CAPABILITY:
+        return
+    name = torch.cuda.get_device_name()
+    refusal = HardwareError(
+        f"bf16 on a {name}: this GPU has no bf16 arithmetic, and torch emulates it",
+        evidence=(f"compute capability {capability[0]}.{capability[1]}; bf16 needs 8.0 (A100, L4, RTX 30xx or newer)",),
+        mend="bf16=False, fp16=True (and a model whose weights are float32: dtype float32)",
+        regardless='kernel_assertion="warn"',
+    )
+    if config.kernel_assertion not in ("warn", "off"):
+        raise refusal
+    if speaks:
+        logger.warning("%s", refusal)
+
+
+def refuse_half_weights(args: Any, dtypes: Any) -> None:
+    """Refuse fp16 mixed precision over weights that are fp16 themselves: its loss scaler raises at step 1.
+
+    Args:
+        args: TrainingArguments.
+        dtypes: of the weights that are trained, as torch names them ("float16" or torch.float16).
+
+    Raises:
+        ConfigurationError: with the dtype to load them in.
+
+    Source: torch 2.13 amp/grad_scaler.py, "Attempting to unscale FP16 gradients."
+    """
+    if args.fp16 and args.device.type != "cpu" and "float16" in {str(one).removeprefix("torch.") for one in dtypes}:
+        raise ConfigurationError(
+            "fp16=True with weights in float16: the loss scaler cannot unscale their gradients",
+            evidence=("mixed precision keeps the weights in float32 and casts them for each product",),
+            mend='load them in float32: dtype: float32, or model_init_kwargs={"dtype": "float32"}',
+            regardless="bf16=True needs no loss scaler, where the GPU has bf16 (compute capability 8.0)",
+        )

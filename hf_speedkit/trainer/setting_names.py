@@ -1,0 +1,92 @@
+"""Names that transformers and TRL once had, or never had: a setting, or one of the words it takes. Light."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+from hf_speedkit.core.errors import ConfigurationError
+
+# As tutorials and scripts of earlier versions have them (transformers 4, TRL before 0.20).
+_RENAMED = {
+    "evaluation_strategy": "eval_strategy",
+    "group_by_length": "nothing: packed rows have one length, and are dealt out by cost",
+    "logging_dir": "the environment variable TENSORBOARD_LOGGING_DIR",
+    "max_seq_length": "tokens_per_batch (max_length without packing)",
+    "no_cuda": "use_cpu",
+    "num_of_sequences": "tokens_per_batch",
+    "overwrite_output_dir": "allow_existing_output",
+    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
+    "per_gpu_train_batch_size": "per_device_train_batch_size",
+    "tokenizer": "processing_class, which SpeedSFTTrainer takes",
+    "torch_dtype": 'model_init_kwargs={"dtype": "bfloat16"}',
+    "dtype": 'model_init_kwargs={"dtype": "bfloat16"}',
+    "warmup_ratio": "warmup_steps, a share of all steps below 1: warmup_steps=0.03",
+}
+
+
+def meant_by(name: str, known: Iterable[str]) -> str | None:
+    """What a name of a setting is called now, or the nearest there is; None where nothing is near.
+
+    Args:
+        name: unknown.
+        known: all settings.
+    """
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return _RENAMED.get(name) or (near[0] if near else None)
+
+
+def refuse_unknown_settings(given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse settings that there are not, which Python calls unexpected keyword arguments.
+
+    Args:
+        given, known: names.
+
+    Raises:
+        ConfigurationError: what it is called now, or the nearest name.
+    """
+    known = list(known)
+    unknown = [name for name in given if name not in known]
+    if not unknown:
+        return
+    now = [(name, meant_by(name, known)) for name in unknown]
+    meant = [f"{name}: {new}" for name, new in now if new]
+    raise ConfigurationError(
+        f"there is no setting {', '.join(unknown)}",
+        mend=f"did you mean {'; '.join(meant)}?" if meant else "leave it out; docs/settings.md lists all",
+    )
+
+
+def check_words(config: Any) -> None:
+    """Refuse words that transformers does not know; its own refusal names no setting.
+
+    Args:
+        config: a SpeedSFTConfig as its user gave it.
+
+    Raises:
+        ConfigurationError: the setting, and the nearest of its words.
+    """
+    from transformers import SchedulerType
+    from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+    from transformers.training_args import OptimizerNames
+
+    kinds: tuple[tuple[str, Any], ...] = (
+        ("optim", OptimizerNames),
+        ("lr_scheduler_type", SchedulerType),
+        ("logging_strategy", IntervalStrategy),
+        ("eval_strategy", IntervalStrategy),
+        ("save_strategy", SaveStrategy),
+    )
+    for name, kind in kinds:
+        value = getattr(config, name)
+        words = [str(one.value) for one in kind]
+        if isinstance(value, kind) or value in words:
+            continue
+        near = difflib.get_close_matches(str(value), words, n=1)
+        first = f'{name}="{near[0]}"; ' if near else ""
+        if value is False and "no" in words:
+            first = 'write "no" in quotes, which YAML reads as False without them; '
+        raise ConfigurationError(
+            f"{name}={value!r} is not a choice", mend=f"{first}{name} is one of: {', '.join(words)}"
+        )

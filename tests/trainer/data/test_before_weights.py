@@ -1,0 +1,92 @@
+"""What is wrong with the rows, the template or the tokens is told while the weights are still to be read."""
+
+import pytest
+import qwen27b_sft
+from datasets import Dataset
+from support import tiny_hybrid, tiny_tokenizer
+
+from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
+from hf_speedkit.core.errors import ConfigurationError, DatasetError
+
+CHAT = [{"messages": [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4"}]}]
+TEXT = [{"text": "w3 w4"}]
+TEMPLATE = "{% for m in messages %}{{ m.content + ' ' }}{% endfor %}"
+LINE = "{% if enable_thinking is undefined %}{{ 'Reasoning effort is set to xhigh ' }}{% endif %}" + TEMPLATE
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model without weights: whatever looks for them ends in an OSError."""
+    config = tiny_hybrid().config
+    config.architectures = ["Qwen3_5ForCausalLM"]
+    config.save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def tokenizer(template=TEMPLATE):
+    made = tiny_tokenizer()
+    made.chat_template = template
+    return made
+
+
+def ask(folder, tmp_path, rows, template=TEMPLATE, **changes):
+    given = {"use_cpu": True, "bf16": False, "tokens_per_batch": 32, "report_to": "none", **changes}
+    SpeedSFTTrainer(
+        model=folder,
+        args=SpeedSFTConfig(output_dir=str(tmp_path / "run"), **given),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer(template),
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "template", "changes", "said"),
+    [
+        ([{"body": "w3"}], TEMPLATE, {}, "no column to train on"),
+        (CHAT, None, {}, "no chat template"),
+        (CHAT, LINE, {}, "enable_thinking"),
+        (CHAT, TEMPLATE, {"assistant_only_loss": True}, "does not mark what the assistant says"),
+        (TEXT, TEMPLATE, {"assistant_only_loss": True}, "are no conversations"),
+        (TEXT, TEMPLATE, {"eos_token": "<nope>"}, "leave eos_token unset, for '<eos>'"),
+        (TEXT, TEMPLATE, {"eval_strategy": "epoch"}, 'eval_dataset=.*or eval_strategy="no"'),
+        (TEXT, TEMPLATE, {"use_liger_kernel": True}, "pip install liger-kernel"),
+        (TEXT, TEMPLATE, {"optim": "paged_adamw_8bit"}, r"pip install bitsandbytes\n.*adamw_torch_fused"),
+        (TEXT, TEMPLATE, {"optim": "stable_adamw"}, "pip install torch-optimi"),
+        (TEXT, TEMPLATE, {"report_to": "dagshub"}, "pip install dagshub"),
+        (TEXT, TEMPLATE, {"report_to": "wandbb"}, "report_to: wandb$"),
+    ],
+    ids=["column", "template", "line", "markers", "plain", "eos", "evaluation", "liger", "optimizer", "optimi",
+         "tracker", "misspelt"],
+)  # fmt: skip
+def test_a_trainer_given_a_name_refuses_before_it_reads_weights(folder, tmp_path, rows, template, changes, said):
+    with pytest.raises((ConfigurationError, DatasetError), match=said):
+        ask(folder, tmp_path, rows, template, **changes)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "template", "changes"),
+    [
+        (CHAT, TEMPLATE, {}),
+        (TEXT, TEMPLATE, {"eos_token": "w7"}),
+        (CHAT, LINE, {"template_check": "warn"}),
+        (CHAT, LINE, {"chat_template_kwargs": {"enable_thinking": False}}),
+        (CHAT, None, {"chat_template_path": "elsewhere"}),
+    ],
+    ids=["good", "token", "warn", "kwargs", "another"],
+)
+def test_what_is_right_gets_as_far_as_the_weights(folder, tmp_path, rows, template, changes):
+    with pytest.raises(OSError, match="no file named"):
+        ask(folder, tmp_path, rows, template, **changes)
+
+
+def test_the_recipe_looks_at_the_rows_before_it_reads_weights(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(qwen27b_sft, "use_all_cores", lambda args: 1)  # the cores of the other tests
+    tokenizer().save_pretrained(folder)
+    (tmp_path / "rows.jsonl").write_text('{"body": "w3"}\n')
+    (tmp_path / "job.yaml").write_text(
+        f"model_name_or_path: {folder}\ndataset_name: {tmp_path / 'rows.jsonl'}\noutput_dir: {tmp_path / 'run'}\n"
+        "use_cpu: true\nbf16: false\ntokens_per_batch: 32\nreport_to: none\n"
+    )
+    with pytest.raises(DatasetError, match=r"no column to train on\n  columns: body"):
+        qwen27b_sft.main(["--config", str(tmp_path / "job.yaml")])
