@@ -119,6 +119,7 @@ def _require_hub(
     from hf_speedkit.core.errors import ConfigurationError
     from hf_speedkit.trainer.hub_access import HubName, require_hub, why_unreachable
 
+    _refuse_missing_file(dataset)  # a wrong path is told whatever the network is like
     names = [HubName(kind="model", name=model, weights=False)] if model is not None else []
     names += [HubName(kind="dataset", name=dataset, config=config)] if dataset is not None else []
     try:
@@ -127,6 +128,16 @@ def _require_hub(
         if as_json:
             typer.echo(json.dumps(_empty_result(settings) | {"error": str(error)}, indent=1))
         _refuse(error, code=WRONG_USE)
+
+
+def _refuse_missing_file(dataset: str | None) -> None:
+    from hf_speedkit.core.errors import DatasetError
+    from hf_speedkit.trainer.dataset_source import refuse_missing_file
+
+    try:
+        refuse_missing_file(dataset or "")
+    except DatasetError as error:
+        raise typer.BadParameter(str(error), param_hint="DATASET") from error
 
 
 def _report_memory(model: str, memory: dict[str, Any] | None, settings: dict[str, Any], *, as_json: bool) -> int:

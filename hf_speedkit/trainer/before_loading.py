@@ -66,7 +66,8 @@ def require_before_loading(model_args: Any, args: SpeedSFTConfig) -> None:
     refuse_half_weights(args, [model_args.dtype])
     name, revision = model_args.model_name_or_path, model_args.model_revision
     attention, dtype = model_args.attn_implementation, model_args.dtype
-    require_kernels(name, args, revision=revision, attn_implementation=attention, dtype=dtype)
+    # Whether the weights will be read, or drawn, is the recipe's to know: `require_hub_for` has asked for them.
+    require_kernels(name, args, revision=revision, attn_implementation=attention, dtype=dtype, weights=False)
     require_memory_of(model_args, args)
 
 
@@ -77,6 +78,7 @@ def require_kernels(
     revision: str | None = None,
     attn_implementation: str | None = None,
     dtype: object = None,
+    weights: bool = True,
 ) -> None:
     """Refuse a job whose kernels are missing, known to fail or found wrong, before it loads weights or tokenizes data.
 
@@ -90,6 +92,7 @@ def require_kernels(
         args: the job's settings. Read here: `kernel_assertion`, `packing` and the rows, what may be put in place,
             `model_init_kwargs`.
         revision, attn_implementation, dtype: as for from_pretrained; those in `args.model_init_kwargs` if None.
+        weights: those of an id of the Hub will be read, so that without a network the cache must have them.
 
     Raises:
         KernelAssertionError: mode "strict", and a function would be slow or wrong. On all ranks.
@@ -104,7 +107,7 @@ def require_kernels(
         "trust_remote_code": loading.get("trust_remote_code", False),  # None would ask on the terminal, on every rank
     }
     options = {name: value for name, value in options.items() if value is not None}
-    agree(lambda: _require(model, args, options, dtype))
+    agree(lambda: _require(model, args, options, dtype, weights))
 
 
 def loading_settings(args: SpeedSFTConfig) -> dict[str, Any]:
@@ -112,9 +115,11 @@ def loading_settings(args: SpeedSFTConfig) -> dict[str, Any]:
     return dict(args.model_init_kwargs) if isinstance(args.model_init_kwargs, dict) else {}
 
 
-def _require(model: str | PreTrainedModel, args: SpeedSFTConfig, options: dict[str, Any], dtype: str) -> None:
+def _require(
+    model: str | PreTrainedModel, args: SpeedSFTConfig, options: dict[str, Any], dtype: str, weights: bool
+) -> None:
     if isinstance(model, str):  # every rank will load it
-        require_hub([HubName(kind="model", name=model, revision=options.get("revision"))])
+        require_hub([HubName(kind="model", name=model, revision=options.get("revision"), weights=weights)])
     if args.local_process_index != 0:
         return
     subject = _config(model, options) if isinstance(model, str) else model

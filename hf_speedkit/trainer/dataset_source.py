@@ -39,8 +39,7 @@ def load_rows(name: str, config: str | None = None, *, split: str = "train") -> 
     if path.is_file() and not path.stat().st_size:
         raise DatasetError(f"{path} is empty")
     loader = _LOADERS.get(path.suffix.lower())
-    if loader is not None and not path.exists():
-        raise DatasetError(f"no such file: {path}")
+    refuse_missing_file(name)
     try:
         if path.is_dir() and ((path / "state.json").is_file() or (path / "dataset_dict.json").is_file()):
             loaded = load_from_disk(name)
@@ -57,6 +56,16 @@ def load_rows(name: str, config: str | None = None, *, split: str = "train") -> 
         raise DatasetError(f"dataset {name!r} holds no rows") from error
     except (OSError, ValueError, KeyError) as error:
         raise _unreadable(name, error) from error
+
+
+def refuse_missing_file(name: str) -> None:
+    """Refuse the name of a file that is not there: with such an ending it can be nothing else.
+
+    Raises:
+        DatasetError: no such file.
+    """
+    if Path(name).suffix.lower() in _LOADERS and not Path(name).exists():
+        raise DatasetError(f"no such file: {name}")
 
 
 def _one_of(loaded: Any, split: str) -> Any:

@@ -57,7 +57,7 @@ class HubName:
     def needs_hub(self) -> bool:
         """Whether it can only be the id of a repository: `name` or `owner/name`, and no path from here."""
         is_id = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", self.name) is not None
-        return is_id and not self.name.endswith(_FILES) and not Path(self.name).exists()
+        return is_id and not self.name.endswith(_FILES) and not Path(self.name).exists() and not self._is_format()
 
     def is_cached(self) -> bool:
         """Whether this machine's cache has it: of a model its config and, if they are needed, all of its weights."""
@@ -95,6 +95,14 @@ class HubName:
             return f'python -c "import datasets; datasets.load_dataset({named})"'
         revision = f" --revision {self.revision}" if self.revision not in (None, "main") else ""
         return f"hf download {self.name}{revision}" + ("" if self.weights else ' --exclude "*.safetensors" "*.bin"')
+
+    def _is_format(self) -> bool:
+        """Whether it names one of datasets' own readers ("json"), which wins over a repository (datasets 5.2)."""
+        if self.kind != "dataset" or "/" in self.name:
+            return False
+        from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+
+        return self.name in _PACKAGED_DATASETS_MODULES
 
     def _dataset_folder(self) -> Path:
         """Where datasets 5.2 looks without a network (load.py, CachedDatasetModuleFactory)."""
@@ -144,8 +152,9 @@ def require_hub(
 ) -> None:
     """Stop in seconds where a name needs the Hub, this machine cannot reach it and its cache has not got it.
 
-    Nothing is asked for paths, nor with HF_HUB_OFFLINE=1. Proxies and HF_ENDPOINT count as for huggingface_hub. What is
-    cached is used: with `go_offline` at once, else after huggingface_hub's own tries, and a warning says so.
+    Nothing is asked for paths. Proxies and HF_ENDPOINT count as for huggingface_hub. What is cached is used: with
+    HF_HUB_OFFLINE=1 (nothing is asked then either) or `go_offline` at once, else after huggingface_hub's own tries, and
+    a warning says so.
 
     Args:
         names: what will be asked for.
@@ -159,10 +168,12 @@ def require_hub(
     """
     from huggingface_hub import constants
 
-    if is_on(os.environ.get("HF_DATASETS_OFFLINE")):
-        names = [one for one in names if one.kind != "dataset"]
     names = [one for one in names if one.needs_hub()]
-    if not (names or uploads) or constants.is_offline_mode():
+    told = constants.is_offline_mode()
+    _require_cached([one for one in names if told or (one.kind == "dataset" and _datasets_are_offline())], told=told)
+    if _datasets_are_offline():
+        names = [one for one in names if one.kind != "dataset"]
+    if not (names or uploads) or told:
         return
     reason = (why or why_unreachable)()
     if reason is None:
@@ -218,6 +229,25 @@ def why_unreachable(*, pauses_s: Sequence[float] = _PAUSES_S, timeout_s: float =
 def _warn(message: str, *values: object) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of a host speaks
         logger.warning(message, *values)
+
+
+def _datasets_are_offline() -> bool:
+    return is_on(os.environ.get("HF_DATASETS_OFFLINE"))
+
+
+def _require_cached(names: Sequence[HubName], *, told: bool) -> None:
+    """Refuse what the cache lacks where nobody may be asked: the loaders name neither the setting nor the command."""
+    missing = [one for one in names if not one.is_cached()]
+    if not missing:
+        return
+    setting = "HF_HUB_OFFLINE" if told else "HF_DATASETS_OFFLINE"
+    commands = " && ".join(one.download() for one in missing)
+    raise ConfigurationError(
+        f"{setting} is set, and what is asked for is not in the cache",
+        evidence=tuple(one.missing() for one in missing),
+        mend=f"where there is a network: {commands}, with the same HF_HOME as here. Or unset {setting}, or name a "
+        "local folder",
+    )
 
 
 def _unreachable(reason: str, missing: Sequence[HubName], *, uploads: bool) -> ConfigurationError:

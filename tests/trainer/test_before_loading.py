@@ -170,7 +170,7 @@ def test_v50_on_a_gpu_a_27b_config_is_proven_in_a_minute_once_warm_and_leaves_no
 def test_the_recipe_asks_before_it_loads_tokenizer_model_or_data(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(qwen27b_sft, "use_all_cores", lambda args: 1)  # the cores of the other tests
     (tmp_path / "job.yaml").write_text(
-        f"model_name_or_path: {folder}\ndataset_name: nobody/has-this-data\noutput_dir: {tmp_path / 'run'}\n"
+        f"model_name_or_path: {folder}\ndataset_name: {folder}\noutput_dir: {tmp_path / 'run'}\n"
         "use_cpu: true\nbf16: false\ntokens_per_batch: 32\nreport_to: none\nkernel_assertion: strict\n"
     )
     with pytest.raises(KernelAssertionError, match="would run the reference implementation"):

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import threading
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -105,10 +106,27 @@ def test_what_needs_no_hub_asks_nobody(tmp_path, monkeypatch):
     paths = ("owner/Model", "./nothing", "/no/such", "~/x", "a/b/c", "rows.jsonl", "", str(tmp_path))
     require_hub([HubName(kind="model", name=name) for name in paths], why=fails)
     require_hub_for({"tiny_chat": True, "model_name_or_path": "a/b"})
+    require_hub([HubName(kind="dataset", name="json")], why=fails)  # a reader of datasets, not a repository
+    cached(tmp_path, "dataset")
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     require_hub([DATASET], why=fails)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    require_hub([MODEL], why=fails, uploads=True)
+
+
+@pytest.mark.parametrize("setting", ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"])
+def test_offline_by_a_setting_the_empty_cache_is_told_with_the_commands_and_nobody_is_asked(
+    tmp_path, monkeypatch, setting
+):
+    monkeypatch.setenv(setting, "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", setting == "HF_HUB_OFFLINE")
+    model = replace(MODEL, weights=False)
+    whole = setting == "HF_HUB_OFFLINE"
+    with pytest.raises(ConfigurationError, match=f"{setting} is set, and what is asked for is not in the") as told:
+        require_hub([model, DATASET] if whole else [DATASET], why=lambda: pytest.fail("asked"))
+    assert ("hf download owner/Model --exclude" in told.value.mend) == whole
+    assert "datasets.load_dataset('owner/DataSet')" in told.value.mend
+    for kind in ("model", "dataset"):
+        cached(tmp_path, kind)
+    require_hub([model, DATASET] if whole else [DATASET], why=lambda: pytest.fail("asked"), uploads=whole)
 
 
 @pytest.mark.parametrize("there", [(), ("model",), ("dataset",)], ids=str)
