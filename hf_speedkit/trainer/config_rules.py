@@ -94,7 +94,8 @@ def check_switches(config: Any) -> None:
     """
     for setting in fields(config):
         value = getattr(config, setting.name)
-        if setting.type in _BOOLS and value not in (True, False, None):
+        # The default too: transformers' parser writes another type into fields that take a word or a bool.
+        if setting.type in _BOOLS and setting.default in (True, False, None) and value not in (True, False, None):
             words = "True, False or None" if "None" in str(setting.type) else "True or False"
             raise ConfigurationError(
                 f"{setting.name}={value!r} is not a choice", mend=f"{setting.name} is {words}, without quotes"
