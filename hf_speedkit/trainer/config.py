@@ -251,7 +251,8 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         """Name settings that there are not, before Python calls them unexpected keyword arguments."""
         if vars(cls).get("__dataclass_fields__"):  # a subclass with an __init__ of its own takes what it likes
             refuse_unknown_settings(given, (f.name for f in fields(cls) if f.init))
-        return super().__new__(cls)
+        made: Self = super().__new__(cls)
+        return made
 
     def __post_init__(self) -> None:
         """Check the settings and settle the shape of a micro-batch."""

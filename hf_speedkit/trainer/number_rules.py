@@ -23,7 +23,7 @@ def _whole(least: int, *, most: float = math.inf, none: bool = False) -> _Fits:
     def fits(value: Any) -> bool:
         if value is None or isinstance(value, bool) or not isinstance(value, Integral):
             return value is None and none
-        return bool(least <= value <= most)
+        return bool(least <= int(value) <= most)
 
     return fits
 
@@ -34,7 +34,8 @@ def _number(least: float, *, below: float = math.inf, above: bool = False, none:
     def fits(value: Any) -> bool:
         if value is None or isinstance(value, bool) or not isinstance(value, Real):
             return value is None and none
-        return bool((value > least if above else value >= least) and value < below)
+        number = float(value)
+        return (number > least if above else number >= least) and number < below
 
     return fits
 

@@ -168,6 +168,7 @@ def refuse_other_than_messages(dataset: Dataset, column: str, name: str) -> None
     """
     feature: Any = dataset.features[column]
     turn = feature if isinstance(feature, dict) else getattr(feature, "feature", None)
+    mend: str | None
     if isinstance(feature, dict):
         held, mend = "one message", f'dataset.map(lambda row: {{"{column}": [row["{column}"]]}})'
     elif isinstance(feature, Value):
