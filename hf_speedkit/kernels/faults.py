@@ -19,12 +19,14 @@ _FAULTS: tuple[tuple[str, str], ...] = (
         r"no kernel image is available",
         'pip install --force-reinstall "torch>=2.11"  # a build that holds kernels for this GPU: its CUDA decides',
     ),
+    # flash-attn and several rules of fla take 16 bits only.
+    (r"does not support float32|only supports? (fp16|bf16|half)", "bf16=True, or load the model in bfloat16"),
     (
         r"out of memory|OutOfMemoryError",
         "a smaller max_length, or end what else runs on this GPU: the probe needs one layer's row beside the model",
     ),
 )
-_COMPILED = tuple((re.compile(pattern), way) for pattern, way in _FAULTS)
+_COMPILED = tuple((re.compile(pattern, re.IGNORECASE), way) for pattern, way in _FAULTS)
 
 
 def way_out_of(detail: str) -> str | None:

@@ -106,7 +106,7 @@ def import_outcomes(
 
     Args:
         package: import name.
-        functions: names in `requirements.FUNCTIONS`.
+        functions: names in `requirements.FUNCTIONS`, or of what the package itself holds.
         timeout_s: seconds after which an import counts as failed.
 
     Returns:

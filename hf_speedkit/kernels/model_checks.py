@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
 from hf_speedkit.kernels.compatibility import Stack
+from hf_speedkit.kernels.flash_packages import FLASH_PACKAGES, judge_flash
 from hf_speedkit.kernels.hub import is_hub_name, judge_hub_kernel
-from hf_speedkit.kernels.imports import installed_version, is_installed
 from hf_speedkit.kernels.layout import effective_forward, names_used, plain_function
 from hf_speedkit.kernels.verdicts import Judgement, check_of, nothing_known
 
@@ -19,12 +19,6 @@ if TYPE_CHECKING:
 SDPA_WARNING_SLOTS = 4096
 """Rows longer than this make the mask worth a word: 16 MiB at 4,096 slots, four times as much for each doubling."""
 
-_FLASH_PACKAGES = {
-    "flash_attention_2": "flash_attn",
-    "flash_attention_3": "flash_attn_interface",
-    # Its import name is flash-attn's folder; the distribution tells the two apart.
-    "flash_attention_4": "flash-attn-4",
-}
 _EXPERTS = ("grouped_mm", "batched_mm", "deepgemm", "sonicmoe")
 
 
@@ -201,19 +195,8 @@ def judge_attention(
         )
     if implementation == "sdpa":
         return _judge_sdpa(tokens_per_batch, live=live)
-    if implementation in _FLASH_PACKAGES:
-        package = _FLASH_PACKAGES[implementation]
-        if not live and not is_installed(package) and installed_version(package) is None:
-            return Judgement(
-                verdict=KernelVerdict.BLOCKED,
-                evidence=implementation,
-                reason=f"`{package}` is not installed, and the model will not load without it",
-                fix='attn_implementation="sdpa"',
-            )
-        version = installed_version(package)
-        return Judgement(
-            verdict=KernelVerdict.FUSED, evidence=f"{implementation}, {package} {version or 'from the hub'}"
-        )
+    if implementation in FLASH_PACKAGES:
+        return judge_flash(implementation, live=live)
     if implementation == "flex_attention":
         return Judgement(verdict=KernelVerdict.FUSED, evidence="torch flex_attention")
     if is_hub_name(implementation):
@@ -236,7 +219,7 @@ def _taken_by(implementation: str) -> str | None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     registered = ALL_ATTENTION_FUNCTIONS.get(implementation)
-    if implementation not in ("sdpa", "flex_attention", *_FLASH_PACKAGES) or registered is None:
+    if implementation not in ("sdpa", "flex_attention", *FLASH_PACKAGES) or registered is None:
         return None
     place = str(getattr(registered, "__module__", "an unknown place"))
     return (

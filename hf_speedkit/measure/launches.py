@@ -91,8 +91,8 @@ class LaunchCounter:
         """Begin a warm-up step; False, with a reason, where another profiler runs or CUPTI cannot be used."""
         began = self._now()
         self.reason = None
-        if another_profiler_runs():
-            return self._give_up("another profiler is running, and only one can")
+        if another_profiler_runs(within_steps=2):
+            return self._give_up("another profiler is running or about to begin by its schedule, and only one can")
         try:
             self._profiler = self._make()
             self._profiler.prepare_trace()

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 
-def another_profiler_runs() -> bool:
-    """Whether a profiler records this thread, or warms up in this process.
+def another_profiler_runs(within_steps: int = 0) -> bool:
+    """Whether a profiler records this thread, warms up in this process, or will within the coming steps.
 
     A recording torch knows of itself. One that warms up it does not: a second one started then ends the process with a
-    segmentation fault (torch 2.13, CPU), or both lose their events. So the objects in memory are asked, which takes
-    some 20 ms for 300,000 of them: for use once before a recording, not per step.
+    segmentation fault (torch 2.13, CPU), or both lose their events; and a schedule that begins to warm up beside ours
+    does the same. So the objects in memory are asked, which takes some 20 ms for 300,000 of them: for use once before
+    a recording, not per step.
 
-    Private to torch: `torch.autograd._profiler_enabled`, `profile.profiler` and `profile.current_action` (checked with
-    2.13; tests/measure/test_profilers.py fails when they change).
+    Private to torch: `torch.autograd._profiler_enabled`, `profile.profiler`, `profile.current_action`,
+    `profile.step_rec_fn` (None before its start and after its end), `profile.schedule` and `profile.step_num` (checked
+    with 2.13; tests/measure/test_profilers.py fails when they change).
+
+    Args:
+        within_steps: steps to look ahead, where the other profiler follows a schedule and counts the same steps.
     """
     import torch
-    from torch.profiler import ProfilerAction, profile
+    from torch.profiler import profile
 
     enabled = getattr(torch.autograd, "_profiler_enabled", None)
     if enabled is not None and enabled():
@@ -24,6 +30,18 @@ def another_profiler_runs() -> bool:
     kinds = [profile]
     for kind in kinds:
         kinds += kind.__subclasses__()
-    # An instance refers to its class. `profiler` is None in one that was made and not started.
+    # An instance refers to its class.
     found = (other for kind in kinds for other in gc.get_referrers(kind) if type(other) is kind)
-    return any(p.profiler is not None and p.current_action is ProfilerAction.WARMUP for p in found)
+    return any(_acts(other, within_steps) for other in found)
+
+
+def _acts(other: Any, within_steps: int) -> bool:
+    from torch.profiler import ProfilerAction
+
+    # `profiler` is None in one that was made and not started, or waits.
+    if other.profiler is not None and other.current_action is ProfilerAction.WARMUP:
+        return True
+    if getattr(other, "step_rec_fn", None) is None:
+        return False
+    coming = range(other.step_num + 1, other.step_num + 1 + within_steps)
+    return any(other.schedule(step) is not ProfilerAction.NONE for step in coming)

@@ -61,8 +61,8 @@ class StepRecorder:
         """Begin the warm-up step."""
         from torch.profiler import profile, schedule
 
-        if another_profiler_runs():
-            raise RuntimeError("another profiler is running, and only one can")
+        if another_profiler_runs(within_steps=self._steps + 1):
+            raise RuntimeError("another profiler is running or about to begin by its schedule, and only one can")
         plan = schedule(wait=0, warmup=1, active=self._steps, repeat=1)
         profiler = profile(schedule=plan, on_trace_ready=self._on_ready, with_stack=self._with_stack)
         profiler.start()

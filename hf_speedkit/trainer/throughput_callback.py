@@ -50,8 +50,8 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
         sinks: called with each StepRecord on world rank 0; a `WindowSink` (`JsonlSink`) gets windows as well.
         sample_gpu: sample utilisation, power, clock, memory and, on Hopper and later, GPM counters by NVML.
         count_launches_every: on a GPU, count one step in so many through CUPTI (`hf_speedkit.measure.launches`); the
-            first is step 20 of a session. That step and the one before stay out of the rates. 0: never. Leave it off
-            beside a profiler of your own that follows a schedule: only one can run.
+            first is step 20 of a session. That step and the one before stay out of the rates. 0: never. Where another
+            profiler runs, or begins in those two steps by its schedule, none is counted.
         nonfinite: "strict" ends training at the logging step after a NaN or infinite loss or gradient (not with fp16,
             whose scaler skips such steps); "warn" counts and names them.
 

@@ -341,8 +341,9 @@ def test_the_probe_tells_what_is_wrong(tmp_path, monkeypatch, fakes, function, v
         ("RuntimeError('Failed to find C compiler. Please specify via CC environment variable')", "apt-get install"),
         ("RuntimeError('CUDA error: no kernel image is available for execution on the device')", "pip install --force"),
         ("torch.OutOfMemoryError('CUDA out of memory.')", "a smaller max_length"),
+        ("AssertionError('ChunkDeltaRuleFunction does not support float32. Please use bfloat16.')", "bf16=True"),
     ],
-    ids=["foreign_cache", "nfs_cache", "no_compiler", "no_image", "memory"],
+    ids=["foreign_cache", "nfs_cache", "no_compiler", "no_image", "memory", "float32"],
 )
 def test_v50_a_fault_of_the_machine_is_not_mended_by_another_version_of_the_package(tmp_path, monkeypatch, error, way):
     monkeypatch.setattr(probe, "EDGE_LENGTHS", (1, 33))

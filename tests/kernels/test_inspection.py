@@ -260,6 +260,26 @@ def test_a_config_that_asks_for_an_absent_flash_attention_is_blocked():
     assert "`flash_attn` is not installed" in check.reason
 
 
+@pytest.mark.parametrize(
+    ("source", "verdict", "says"),
+    [
+        ("raise ImportError('undefined symbol: _ZN3c105Error')", KernelVerdict.BLOCKED, "fails to import: ImportError"),
+        ("def flash_attn_func(): ...", KernelVerdict.BLOCKED, "has no flash_attn.flash_attn_varlen_func"),
+        ("def flash_attn_varlen_func(): ...", KernelVerdict.FUSED, ""),
+    ],
+    ids=["another_torch", "another_version", "right"],
+)
+def test_v52_a_flash_attention_that_does_not_import_is_blocked_before_the_model_loads(
+    tmp_path, monkeypatch, source, verdict, says
+):
+    """transformers 5.23 looks at its version only: the first forward pass would find out."""
+    (tmp_path / "flash_attn.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (check,) = check_kernels(AutoConfig.for_model("llama", attn_implementation="flash_attention_2"))
+    assert check.verdict is verdict
+    assert says in (check.reason or "")
+
+
 def test_what_is_neither_model_nor_config_is_refused_and_so_is_a_probe_without_a_model():
     with pytest.raises(ConfigurationError, match="got str"):
         check_kernels("Qwen/Qwen3.8-27B")

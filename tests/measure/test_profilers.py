@@ -28,3 +28,15 @@ def test_a_profiler_is_seen_while_it_warms_up_and_records_and_not_before_or_afte
     assert seen == [False, True, True, False]
     assert not another_profiler_runs()
     assert made.profiler is None  # made, never started: nothing to be afraid of
+
+
+@pytest.mark.parametrize(("within", "seen"), [(0, False), (2, False), (3, True)])
+def test_v76_a_profiler_that_waits_is_seen_from_as_far_as_asked(within, seen):
+    """Its schedule beginning to warm up beside a recording ends the process with a segmentation fault."""
+    waits = profile(activities=[ProfilerActivity.CPU], schedule=schedule(wait=3, warmup=1, active=1, repeat=1))
+    assert not another_profiler_runs(within_steps=9)  # made, never started
+    waits.start()
+    found = another_profiler_runs(within_steps=within)
+    waits.stop()
+    assert found is seen
+    assert not another_profiler_runs(within_steps=9)
