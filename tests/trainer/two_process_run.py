@@ -81,7 +81,10 @@ def rank_main(rank, port, path, options):
         from hf_speedkit.trainer.weights import empty_model
 
         options["plugin"] = {"cpu_ram_efficient_loading": True}
-        options["model"] = empty_model(tiny_hybrid().config, dtype=torch.float32) if rank else None
+        options["model"] = empty_model(tiny_hybrid().config, dtype=torch.float32) if rank else tiny_hybrid()
+        # What a checkpoint holds beside parameters (the bias by which GLM-4 chooses experts).
+        bias = torch.full((3,), float("nan")) if rank else torch.arange(3.0)
+        options["model"].model.layers[0].register_buffer("bias", bias)
     try:
         trainer = build(path, accumulation=1, **options)
         trainer.train()
@@ -94,6 +97,11 @@ def rank_main(rank, port, path, options):
             "gradient_leak": trainer.startup.isolation.gradient_leak,
             "sharded": any(hasattr(p, "device_mesh") for p in trainer.model.parameters()),
             "eval_loss": trainer.evaluate()["eval_loss"],
+            "buffers": {
+                name: [buffer.tolist(), name in trainer.model.state_dict()]
+                for name, buffer in trainer.model.named_buffers()
+                if name.endswith(".bias")
+            },
         }
     except Exception as error:
         said = {"error": type(error).__name__, "message": str(error)}

@@ -12,6 +12,7 @@ from trl import SFTTrainer
 from hf_speedkit.kernels.adamw import FusedAdamW, fused_adamw_error
 from hf_speedkit.kernels.loss_head import loss_head_error
 from hf_speedkit.trainer.adapters import below_adapters
+from hf_speedkit.trainer.sharded.buffers import sent_buffers
 from hf_speedkit.trainer.step.loss_head import add_loss_head, head_refusal
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,14 @@ class FastUpdates(SFTTrainer):  # type: ignore[misc]
         error = loss_head_error(device, dtype, vocabulary=len(model.get_output_embeddings().weight))
         # bf16 keeps 8 bits: 2 ** -8 of the largest gradient, twice for the two roundings on the way.
         return None if error <= 2**-7 else f"ours differs from a plain one by {error:.2g} on {device}"
+
+    def _prepare_for_training(self, *args: Any) -> Any:
+        """Trainer's; buffers of a model that rank 0 alone has read reach the other ranks as well."""
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if not (self.is_fsdp_enabled and plugin is not None and plugin.cpu_ram_efficient_loading):
+            return super()._prepare_for_training(*args)
+        with sent_buffers(self.model, device=self.args.device):
+            return super()._prepare_for_training(*args)
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Trainer's optimizer; torch's fused AdamW becomes `kernels.adamw.FusedAdamW`."""
