@@ -24,7 +24,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast, Qwen3_5TextConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
-from hf_speedkit.core.errors import SpeedkitError
+from hf_speedkit.core.errors import ConfigurationError, SpeedkitError
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -144,6 +144,8 @@ def tiny_dataset(
     """
     from datasets import Dataset
 
+    if conversations < 1:
+        raise ConfigurationError(f"conversations={conversations} leaves nothing to train on", mend="conversations: 174")
     _need("chitchat_dataset")
     # Read here, not by the package: it leaves the file open and reads it in the locale's encoding.
     source = json.loads((files("chitchat_dataset") / "dataset.json").read_text(encoding="utf-8"))

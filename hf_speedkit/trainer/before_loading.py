@@ -11,9 +11,9 @@ from hf_speedkit.core.families import refuse_leaking_family
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
 from hf_speedkit.kernels.imports import is_installed
 from hf_speedkit.kernels.requirements import stands_alone
-from hf_speedkit.trainer.hub_access import HubName, require_hub
+from hf_speedkit.trainer.hub_access import HubName, require_hub, require_login
 from hf_speedkit.trainer.memory.check import require_memory_of
-from hf_speedkit.trainer.optional_packages import require_packages
+from hf_speedkit.trainer.optional_packages import require_attention, require_packages
 from hf_speedkit.trainer.output import require_output_dir
 from hf_speedkit.trainer.precision_rules import refuse_half_weights
 from hf_speedkit.trainer.ranks.agreement import agree
@@ -42,6 +42,8 @@ def require_parts(args: SpeedSFTConfig, eval_dataset: object = None) -> None:
     """
     require_packages(args)
     require_output_dir(args.output_dir)
+    if args.push_to_hub:
+        require_login(args.hub_token)
     strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
     if strategy != "no" and eval_dataset is None:
         raise ConfigurationError(
@@ -97,7 +99,7 @@ def require_kernels(
     Raises:
         KernelAssertionError: mode "strict", and a function would be slow or wrong. On all ranks.
         PackingError: a family whose packed rows leak.
-        ConfigurationError: an id of the Hub, which cannot be reached; see `require_hub`.
+        ConfigurationError: an id of the Hub, which cannot be reached; see `require_hub`. No such attention.
     """
     loading = loading_settings(args)
     dtype = str(dtype or loading.get("dtype") or "auto").removeprefix("torch.")
@@ -128,7 +130,8 @@ def _require(
     config = subject if isinstance(model, str) else model.config
     if args.packing:
         refuse_leaking_family(config.get_text_config().model_type)
-    if kernel_mode(args) != "strict":
+    if kernel_mode(args) != "strict":  # which finds it too, and says what it costs
+        require_attention(options.get("attn_implementation"))
         return
     from hf_speedkit.kernels.inspection import check_kernels
 

@@ -37,7 +37,7 @@ def load_rows(name: str, config: str | None = None, *, split: str = "train") -> 
     if not name:
         raise DatasetError("the name of the dataset is empty", mend=_KINDS)
     if path.is_file() and not path.stat().st_size:
-        raise DatasetError(f"{path} is empty")
+        raise DatasetError(f"{path} is empty", mend="write it anew: one JSON object a line, for example")
     loader = _LOADERS.get(path.suffix.lower())
     refuse_missing_file(name)
     try:
@@ -53,7 +53,7 @@ def load_rows(name: str, config: str | None = None, *, split: str = "train") -> 
     except DatasetGenerationError as error:  # its own text only says that there is a cause
         raise _unreadable(name, error.__cause__ or error) from error
     except IndexError as error:  # datasets 5.2 cannot load what it saved without rows
-        raise DatasetError(f"dataset {name!r} holds no rows") from error
+        raise DatasetError(f"dataset {name!r} holds no rows", mend="check what was saved there") from error
     except (OSError, ValueError, KeyError) as error:
         raise _unreadable(name, error) from error
 
@@ -65,7 +65,7 @@ def refuse_missing_file(name: str) -> None:
         DatasetError: no such file.
     """
     if Path(name).suffix.lower() in _LOADERS and not Path(name).exists():
-        raise DatasetError(f"no such file: {name}")
+        raise DatasetError(f"no such file: {name}", mend=f"correct the path (here is {Path.cwd()})")
 
 
 def _one_of(loaded: Any, split: str) -> Any:

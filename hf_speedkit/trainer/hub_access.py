@@ -119,10 +119,10 @@ def require_hub_for(settings: Mapping[str, object]) -> None:
 
     Args:
         settings: by their names in the YAML file. Read here: `tiny_chat` (needs nothing), `model_name_or_path`,
-            `model_revision`, `random_weights`, `dataset_name`, `dataset_config`, `push_to_hub`.
+            `model_revision`, `random_weights`, `dataset_name`, `dataset_config`, `push_to_hub`, `hub_token`.
 
     Raises:
-        ConfigurationError: see `require_hub`.
+        ConfigurationError: see `require_hub` and `require_login`.
     """
     if is_on(settings.get("tiny_chat")):
         return
@@ -140,7 +140,30 @@ def require_hub_for(settings: Mapping[str, object]) -> None:
             config=None if settings.get("dataset_config") is None else str(settings["dataset_config"]),
         ),
     ]
-    require_hub(names, go_offline=True, uploads=is_on(settings.get("push_to_hub")))
+    uploads = is_on(settings.get("push_to_hub"))
+    require_hub(names, go_offline=True, uploads=uploads)
+    if uploads:
+        require_login(settings.get("hub_token"))
+
+
+def require_login(token: object = None) -> None:
+    """Refuse to push to the Hub without a token: the Trainer makes the repository once its model is loaded.
+
+    Args:
+        token: `hub_token` of the settings.
+
+    Raises:
+        ConfigurationError: none there, nor on this machine.
+    """
+    from huggingface_hub import get_token
+
+    if not token and get_token() is None:
+        raise ConfigurationError(
+            "push_to_hub is on, and this machine is not logged in at the Hub",
+            evidence=("no HF_TOKEN, and no token of `hf auth login`",),
+            mend="hf auth login, with a token that may write",
+            regardless="push_to_hub: false; `hf upload NAME OUTPUT_DIR` does it afterwards",
+        )
 
 
 def require_hub(
@@ -173,6 +196,10 @@ def require_hub(
     _require_cached([one for one in names if told or (one.kind == "dataset" and _datasets_are_offline())], told=told)
     if _datasets_are_offline():
         names = [one for one in names if one.kind != "dataset"]
+    if uploads and told:
+        raise ConfigurationError(
+            "HF_HUB_OFFLINE is set, and push_to_hub needs the Hub", mend="push_to_hub: false, or unset HF_HUB_OFFLINE"
+        )
     if not (names or uploads) or told:
         return
     reason = (why or why_unreachable)()

@@ -84,6 +84,8 @@ def require_named(job: Mapping[str, Any]) -> None:
         value = str(job.get(name) or "")
         if not value:
             raise ConfigurationError(f"{name} is not set", mend=f"{name}: {example}")
+        if name == "model_name_or_path":
+            _refuse_no_model(Path(value))
         # Anything else may be the id of a repository on the Hub.
         if value.startswith(("/", "./", "../", "~")) and not Path(value).exists():
             raise ConfigurationError(
@@ -92,6 +94,19 @@ def require_named(job: Mapping[str, Any]) -> None:
                 mend=f"{name}: {Path(value).expanduser()}" if value.startswith("~") else "correct the path, or name "
                 "what it is called on the Hub",
             )  # fmt: skip
+
+
+def _refuse_no_model(path: Path) -> None:
+    """A folder wins over a repository of that name; transformers then misses a tokenizer in it, or a model type."""
+    inside = path.is_dir() and any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if inside or not path.exists() or path.suffix == ".json":
+        return
+    raise ConfigurationError(
+        f"model_name_or_path: {str(path)!r} is no folder of a model",
+        evidence=("it holds no config.json" if path.is_dir() else "it is a file",),
+        mend="the folder that holds config.json, the tokenizer and the weights (of a checkpoint: checkpoint-N), or the "
+        "id of a model on the Hub",
+    )
 
 
 def unusable(message: str, file: str, *, known: Iterable[str]) -> ConfigurationError:

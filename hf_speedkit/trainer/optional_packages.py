@@ -7,6 +7,7 @@ tokenized.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from difflib import get_close_matches
 from importlib import metadata
 from typing import Any
 
@@ -55,6 +56,40 @@ def _needed(args: Any) -> Iterator[tuple[str, str, str, str]]:
     if args.use_liger_kernel:
         without = "use_liger_kernel=False: fused layers are put in place by fused_layers=True, on by default"
         yield "use_liger_kernel is on", "liger_kernel", "liger-kernel", without
+
+
+def require_attention(name: object) -> None:
+    """Refuse an attention that transformers has not got, or whose package is not installed.
+
+    Args:
+        name: `attn_implementation`; anything but a name is left to transformers.
+
+    Raises:
+        ConfigurationError: with what to leave out, and the names there are.
+    """
+    if not isinstance(name, str):
+        return
+    package = "kernels" if "/" in name else "flash_attn" if name == "flash_attention_2" else None
+    if package is not None:
+        if not is_installed(package):
+            raise ConfigurationError(
+                f"attn_implementation is {name!r}, and the package {package!r} is not installed",
+                mend="leave attn_implementation out: packed rows run on torch's own variable-length attention "
+                '(packed_attention="auto")',
+                regardless='pip install "transformers[kernels]"'
+                if package == "kernels"
+                else "pip install flash-attn --no-build-isolation (compiles for some minutes, and needs nvcc)",
+            )
+        return
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    names = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
+    if name.rpartition("|")[2] not in names:
+        near = get_close_matches(name, names, n=1)
+        raise ConfigurationError(
+            f"attn_implementation is {name!r}, which transformers does not know",
+            mend=(f"attn_implementation: {near[0]}; " if near else "") + f"it is one of {', '.join(sorted(names))}",
+        )
 
 
 def require_deepspeed(config: Any) -> None:

@@ -69,19 +69,22 @@ def check_words(config: Any) -> None:
     """
     from transformers import SchedulerType
     from transformers.trainer_utils import IntervalStrategy, SaveStrategy
-    from transformers.training_args import OptimizerNames
+    from transformers.training_args import OptimizerNames, trainer_log_levels
 
-    kinds: tuple[tuple[str, Any], ...] = (
+    kinds: tuple[tuple[str, Iterable[Any]], ...] = (
         ("optim", OptimizerNames),
         ("lr_scheduler_type", SchedulerType),
         ("logging_strategy", IntervalStrategy),
         ("eval_strategy", IntervalStrategy),
         ("save_strategy", SaveStrategy),
+        ("log_level", trainer_log_levels),
+        ("log_level_replica", trainer_log_levels),
+        ("loss_type", ("nll", "dft")),  # TRL 1.16, sft_trainer.py:1042, where the model is loaded already
     )
     for name, kind in kinds:
         value = getattr(config, name)
-        words = [str(one.value) for one in kind]
-        if isinstance(value, kind) or value in words:
+        words = [str(getattr(one, "value", one)) for one in kind]
+        if getattr(value, "value", value) in words:
             continue
         near = difflib.get_close_matches(str(value), words, n=1)
         first = f'{name}="{near[0]}"; ' if near else ""

@@ -159,6 +159,8 @@ def test_a_job_without_data_is_refused(changed):
     [
         ({"model_name_or_path": None}, "model_name_or_path is not set"),
         ({"model_name_or_path": "/tmp/no/model"}, "model_name_or_path: there is no file or folder"),
+        ({"model_name_or_path": str(TINY.parent)}, "is no folder of a model\n  it holds no config.json"),
+        ({"model_name_or_path": str(TINY)}, "is no folder of a model\n  it is a file"),
         ({"eval_strategy": "steps"}, "no evaluation set"),
         ({"dataset_name": "~/no/data"}, f"dataset_name: {Path.home()}/no/data"),
     ],

@@ -112,6 +112,8 @@ def test_checkpointing_can_be_set_by_either_name(tmp_path, name, on):
         ({"lr_scheduler_type": "cosine_with_min_lr"}, '"min_lr_rate": 0.1'),
         ({"lr_scheduler_type": "cosin"}, 'lr_scheduler_type="cosine"; '),
         ({"optim": "adamw_torch_fuse"}, 'optim="adamw_torch_fused"; '),
+        ({"log_level": "loud"}, "log_level is one of: .*warning"),
+        ({"loss_type": "ce"}, "loss_type is one of: nll, dft"),
         ({"save_strategy": False}, 'write "no" in quotes'),
         ({"deepspeed": "zero3.json"}, "pip install deepspeed"),
         ({"max_seq_length": 512}, "max_seq_length: tokens_per_batch"),

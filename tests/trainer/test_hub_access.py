@@ -126,7 +126,21 @@ def test_offline_by_a_setting_the_empty_cache_is_told_with_the_commands_and_nobo
     assert "datasets.load_dataset('owner/DataSet')" in told.value.mend
     for kind in ("model", "dataset"):
         cached(tmp_path, kind)
-    require_hub([model, DATASET] if whole else [DATASET], why=lambda: pytest.fail("asked"), uploads=whole)
+    require_hub([model, DATASET] if whole else [DATASET], why=lambda: pytest.fail("asked"))
+    if whole:
+        with pytest.raises(ConfigurationError, match="push_to_hub: false, or unset HF_HUB_OFFLINE"):
+            require_hub([model], why=lambda: pytest.fail("asked"), uploads=True)
+
+
+def test_a_push_without_a_login_is_told_before_the_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    job = {"model_name_or_path": str(tmp_path), "dataset_name": str(tmp_path), "push_to_hub": "true"}
+    monkeypatch.setattr(hub_access, "why_unreachable", lambda: None)
+    with pytest.raises(ConfigurationError, match="hf auth login, with a token that may write"):
+        require_hub_for(job)
+    require_hub_for({**job, "hub_token": "hf_x"})
+    (tmp_path / "token").write_text("hf_y")
+    require_hub_for(job)
 
 
 @pytest.mark.parametrize("there", [(), ("model",), ("dataset",)], ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset, IterableDataset
@@ -30,9 +31,11 @@ def check_rows(
 
     Raises:
         DatasetError: see `check_dataset` and `TemplateChecks`.
-        ConfigurationError: padding_free beside max_length, a token of the settings that the tokenizer does not know.
+        ConfigurationError: padding_free beside max_length, a template that is not there, a token of the settings that
+            the tokenizer does not know.
     """
     named = list(named)
+    _refuse_missing_template_file(args.chat_template_path)
     _refuse_uncut_rows(named[0][1], args)
     if tokenizer is not None:
         _refuse_unknown_tokens(tokenizer, args)
@@ -54,6 +57,22 @@ def _refuse_uncut_rows(dataset: Any, args: SpeedSFTConfig) -> None:
         f"padding_free=True without packing: max_length={args.max_length} would not be applied to its rows",
         mend="packing=True, tokens_per_batch=8192: packed rows hold no padding either, and have one shape",
         regardless="max_length=None, where the longest document fits into memory",
+    )
+
+
+def _refuse_missing_template_file(path: str | None) -> None:
+    """Anything else may be the id of a model on the Hub, whose template TRL takes."""
+    if (
+        path is None
+        or Path(path).exists()
+        or not (path.endswith((".jinja", ".j2")) or path.startswith(("/", ".", "~")))
+    ):
+        return
+    raise ConfigurationError(
+        f"chat_template_path: there is no file or folder {path!r}",
+        mend=f"chat_template_path: {Path(path).expanduser()}"
+        if Path(path).expanduser().exists()
+        else "a .jinja file, the folder of a tokenizer, or the id of a model on the Hub",
     )
 
 

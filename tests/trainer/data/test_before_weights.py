@@ -52,11 +52,16 @@ def ask(folder, tmp_path, rows, template=TEMPLATE, **changes):
         (TEXT, TEMPLATE, {"use_liger_kernel": True}, "pip install liger-kernel"),
         (TEXT, TEMPLATE, {"optim": "paged_adamw_8bit"}, r"pip install bitsandbytes\n.*adamw_torch_fused"),
         (TEXT, TEMPLATE, {"optim": "stable_adamw"}, "pip install torch-optimi"),
+        (CHAT, TEMPLATE, {"chat_template_path": "/no/chat.jinja"}, "no file or folder '/no/chat.jinja'"),
+        (TEXT, TEMPLATE, {"model_init_kwargs": {"attn_implementation": "flash_attention_2"}}, "packed_attention="),
+        (TEXT, TEMPLATE, {"model_init_kwargs": {"attn_implementation": "owner/kernel"}}, r"transformers\[kernels\]"),
+        (TEXT, TEMPLATE, {"model_init_kwargs": {"attn_implementation": "spda"}}, "attn_implementation: sdpa; "),
+        (TEXT, TEMPLATE, {"push_to_hub": True, "hub_model_id": "me/it"}, "hf auth login"),
         (TEXT, TEMPLATE, {"report_to": "dagshub"}, "pip install dagshub"),
         (TEXT, TEMPLATE, {"report_to": "wandbb"}, "report_to: wandb$"),
     ],
     ids=["column", "template", "line", "markers", "plain", "eos", "evaluation", "liger", "optimizer", "optimi",
-         "tracker", "misspelt"],
+         "template file", "flash", "kernel", "attention", "push", "tracker", "misspelt"],
 )  # fmt: skip
 def test_a_trainer_given_a_name_refuses_before_it_reads_weights(folder, tmp_path, rows, template, changes, said):
     with pytest.raises((ConfigurationError, DatasetError), match=said):
