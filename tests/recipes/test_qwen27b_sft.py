@@ -164,7 +164,7 @@ def test_a_job_without_data_is_refused(changed):
         ({"eval_strategy": "steps"}, "no evaluation set"),
         ({"dataset_name": "~/no/data"}, f"dataset_name: {Path.home()}/no/data"),
     ],
-    ids=["no model", "no folder", "no evaluation set", "a tilde"],
+    ids=["no model", "no folder", "no config", "a file", "no evaluation set", "a tilde"],
 )
 def test_a_model_or_data_that_are_not_there_are_told_before_anything_is_imported(changed, monkeypatch, changes, said):
     monkeypatch.setattr(recipe, "prepare_process", lambda: pytest.fail("it went on"))
