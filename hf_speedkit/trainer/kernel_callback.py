@@ -12,8 +12,10 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from hf_speedkit.core.errors import ConfigurationError, KernelAssertionError
 from hf_speedkit.core.records import KernelCheck
 from hf_speedkit.kernels.demands import Requirement, names_of
-from hf_speedkit.kernels.inspection import assert_kernels
+from hf_speedkit.kernels.inspection import assert_kernels, check_kernels
+from hf_speedkit.kernels.model_checks import model_config
 from hf_speedkit.trainer.proof.first_step import FirstStep
+from hf_speedkit.trainer.proof.flattening import flattening_checks, flattening_collator
 from hf_speedkit.trainer.ranks.agreement import agree, say_once
 
 logger = logging.getLogger(__name__)
@@ -50,12 +52,13 @@ class KernelAssertionCallback(FirstStep):
         self.requirements = None if requirements is None else tuple(requirements)
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **given: Any
     ) -> None:
         """Inspect, or stop all ranks with one message."""
         if self.mode != "off":
             said: list[str] = []
-            self.checks = agree(lambda: self._assert(args, model, said.append))
+            collator = flattening_collator(given.get("train_dataloader"))
+            self.checks = agree(lambda: self._assert(args, model, collator, said.append))
             say_once(logger.warning, said)
         self.expect(self.mode)
 
@@ -72,22 +75,24 @@ class KernelAssertionCallback(FirstStep):
             regardless='KernelAssertionCallback(mode="warn")',
         )
 
-    def _assert(self, args: TrainingArguments, model: Any, say: Callable[[str], object]) -> tuple[KernelCheck, ...]:
+    def _assert(
+        self, args: TrainingArguments, model: Any, collator: Any, say: Callable[[str], object]
+    ) -> tuple[KernelCheck, ...]:
+        slots = packed_slots(args, flattens=collator is not None)
         try:
-            return assert_kernels(
+            checks = check_kernels(
                 model,
-                mode=self.mode,
-                requirements=self.requirements,
                 probe=self.probe,
-                tokens_per_batch=packed_slots(args),
+                tokens_per_batch=slots,
                 dtype=activation_dtype(args),
                 liger=getattr(args, "use_liger_kernel", False),
-                say=say,
             )
+            checks = (*checks, *flattening_checks(model_config(model), collator))
+            return assert_kernels(model, mode=self.mode, checks=checks, requirements=self.requirements, say=say)
         except KernelAssertionError as error:
             own = self.own_way_on(error)
             if args.device.type == "cpu":
-                own = _on_a_cpu(own, packed=packed_slots(args) is not None)
+                own = _on_a_cpu(own, packed=slots is not None)
             raise own from None
 
 
@@ -101,13 +106,14 @@ def _on_a_cpu(error: KernelAssertionError, *, packed: bool) -> KernelAssertionEr
     return KernelAssertionError(error.what, evidence=error.evidence, mend=mend, regardless=regardless)
 
 
-def packed_slots(args: TrainingArguments) -> int | None:
+def packed_slots(args: TrainingArguments, *, flattens: bool = False) -> int | None:
     """Slots of a row where TRL's SFTTrainer packs documents that must not see one another; None for other rows.
 
-    Its strategy "wrapped" (TRL 1.16) cuts one long text into rows and means documents to run into one another.
+    So where a collator `flattens` by itself, in any Trainer. The strategy "wrapped" (TRL 1.16) cuts one long text into
+    rows and means documents to run into one another.
     """
     packs = getattr(args, "packing", False) and getattr(args, "packing_strategy", "bfd") != "wrapped"
-    if not packs and not getattr(args, "padding_free", False):
+    if not packs and not flattens and not getattr(args, "padding_free", False):
         return None
     # Without a maximal length nobody knows how long a row gets: then TRL's own default length.
     length = getattr(args, "max_length", None) or 1024

@@ -3,7 +3,14 @@ from contextlib import nullcontext
 
 import pytest
 from support import tiny_hybrid, tiny_llama, tokenized
-from transformers import DataCollatorForSeq2Seq, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    DataCollatorForSeq2Seq,
+    DataCollatorWithFlattening,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 from trl import SFTConfig
 
 from hf_speedkit import KernelAssertionCallback, attach
@@ -44,6 +51,26 @@ def test_v45_the_refusal_names_both_functions_and_the_callbacks_own_way_on(tmp_p
     ):
         assert word in str(refused.value)
     assert "kernel_assertion=" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("switches", "missing"),
+    [
+        ({}, "return_seq_idx and return_flash_attn_kwargs"),
+        ({"return_flash_attn_kwargs": True}, "without return_seq_idx"),
+        ({"return_seq_idx": True, "return_flash_attn_kwargs": True}, None),
+    ],
+)
+def test_v47_rows_that_a_collator_flattens_need_the_boundaries_that_recurrent_layers_read(tmp_path, switches, missing):
+    trainer = plain_trainer(tmp_path, tiny_hybrid())
+    trainer.data_collator = DataCollatorWithFlattening(**switches)
+    callback = KernelAssertionCallback(probe=False)
+    attach(trainer, callback)
+    with pytest.raises(KernelAssertionError) as refused:  # a CPU has no fused kernels either
+        trainer.train()
+    assert missing is None or missing in str(refused.value)
+    assert ("packed_rows" in str(refused.value)) is (missing is not None)
+    assert "packing=False" in str(refused.value)
 
 
 @pytest.mark.parametrize(("mode", "checks"), [("warn", True), ("off", False)])

@@ -1,0 +1,55 @@
+"""Rows that transformers' own flattening collator packs, which no setting of the job speaks of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import DataCollatorWithFlattening
+
+from hf_speedkit.core.records import KernelCheck, KernelVerdict
+from hf_speedkit.kernels.config_checks import layers_of_family
+from hf_speedkit.kernels.requirements import FAMILIES, family_of, training_requirements
+
+_SETTINGS = {"seq_idx": "return_seq_idx", "cu_seqlens": "return_flash_attn_kwargs"}
+"""Boundary argument of a function -> the collator's switch for the key that transformers makes it from."""
+
+
+def flattening_collator(dataloader: Any) -> DataCollatorWithFlattening | None:
+    """The collator of a loader, where it lays documents end to end; the Trainer may have wrapped it."""
+    collator = getattr(dataloader, "collate_fn", None)
+    collator = getattr(collator, "data_collator", collator)
+    return collator if isinstance(collator, DataCollatorWithFlattening) else None
+
+
+def flattening_checks(config: Any, collator: DataCollatorWithFlattening | None) -> tuple[KernelCheck, ...]:
+    """A check where the layers of a family need boundaries that the collator does not hand over.
+
+    By default it gives position ids only, which attention reads and no recurrent layer does: the state runs on from
+    one document into the next. Tiny Qwen3.5, three documents: logits off by 0.02, by 6e-8 with both switches.
+
+    Args:
+        config: of the model; None for one without.
+        collator: of the training loader; None where rows are not flattened.
+    """
+    text = config.get_text_config() if collator is not None and hasattr(config, "get_text_config") else None
+    family = family_of(text) if text is not None else None
+    layers = layers_of_family(text, family) if family is not None else 0
+    if family is None or not layers:
+        return ()
+    needed = {argument for row in training_requirements(family) for argument in row.boundary_arguments}
+    missing = [switch for argument, switch in _SETTINGS.items() if argument in needed and not getattr(collator, switch)]
+    if not missing:
+        return ()
+    wanted = ", ".join(f"{switch}=True" for switch in _SETTINGS.values())
+    return (
+        KernelCheck(
+            function="packed_rows",
+            verdict=KernelVerdict.NO_BOUNDARIES,
+            layer=FAMILIES[family].layer,
+            layers=layers,
+            layers_total=layers,
+            evidence=f"DataCollatorWithFlattening without {' and '.join(missing)}",
+            reason="position ids alone keep documents apart in attention, and these layers do not read them",
+            fix=f"DataCollatorWithFlattening({wanted})",
+        ),
+    )
