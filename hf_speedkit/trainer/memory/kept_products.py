@@ -12,6 +12,7 @@ TRL's selective checkpointing keeps the outputs of sdpa and flash-attn operation
 
 from __future__ import annotations
 
+from statistics import mode
 from typing import Any
 
 import torch
@@ -64,8 +65,10 @@ class KeptProducts:
         for one in self._maps:
             one.switch(on and one.can_keep)
         self._layer.__dict__.pop(_FLOPS, None)
-        if on:
-            self._layer.__dict__[_FLOPS] = 2.0 * sum(one.weights for one in self._maps if one.can_keep)
+        if on and (kept := [one for one in self._maps if one.can_keep]):
+            # A map may see some of the rows, or more of them (heads): most of a layer's see what the layer sees.
+            rows = mode(one.rows for one in self._maps if one.rows)
+            self._layer.__dict__[_FLOPS] = 2.0 * sum(one.weights * one.rows for one in kept) / rows
 
     def begin_step(self) -> None:
         """Forget forward passes whose backward pass never came."""
@@ -97,19 +100,25 @@ class _Map:
         self._waits = False
         self._overlap = False
         self._run_again = False
+        self._calls = 0
+        self._often = False
         self._kept: tuple[torch.Tensor, int] | None = None
         self._compares = False
         self.overwritten = False
         self.weights = module.in_features * module.out_features
-        self.bytes = 0
+        self.bytes = self.rows = 0
 
     @property
     def can_keep(self) -> bool:
-        """Whether a forward pass made what a recomputation asked for; neither autocast's nor a reentrant one's does."""
-        return self._needed and self.bytes > 0 and not self.overwritten
+        """Whether a forward pass made what a recomputation asked for; neither autocast's nor a reentrant one's does.
+
+        And made it once: of a map that was called again before its recomputation nothing is kept (`_put`).
+        """
+        return self._needed and self.bytes > 0 and not self.overwritten and not self._often
 
     def watch(self, compare: bool) -> None:
-        self._keeps = self._needed = False
+        self._keeps = self._needed = self._often = False
+        self._calls = 0
         self._compares = compare
         self.forget()
         self._module.forward = self._forward  # type: ignore[method-assign]
@@ -141,10 +150,12 @@ class _Map:
     def _watched(self, output: torch.Tensor) -> torch.Tensor:
         if recomputes():  # of a layer's last product it wants the input: it ends before, and does not come here
             self._needed = True
+            self._often, self._calls = self._often or self._calls > 1, 0
             if (made := self.take()) is not None and not torch.equal(made, output):  # waits for the device, in step 1
                 self.overwritten = True  # Liger's rotary embedding does it, in a kernel: no version counter moves
         else:
-            self.bytes = output.untyped_storage().nbytes()
+            self._calls += 1
+            self.bytes, self.rows = output.untyped_storage().nbytes(), output.numel() // output.shape[-1]
             if self._compares:
                 self._put(output)
         return output

@@ -130,8 +130,6 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
         self._products = self._keep == "products" or (self._keep == AUTO and self._memory is not None)
         for layer in self._candidates if self._products and one_device else ():
             layer.products = KeptProducts(layer.module)
-            # One layer of each kind: all of them would hold in step 1 what may not fit.
-            layer.products.watch(compare=layer in self._last_of_each_kind().values())
         if isinstance(self.layers, int):
             if self.layers > self.total:
                 raise ConfigurationError(
@@ -141,7 +139,9 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
             self._settle(Kept(self.total - self.layers))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """What a forward pass left that had no backward pass is nobody's."""
+        """Watch products in the first step; what a forward pass left that had no backward pass is nobody's."""
+        if self._step == 0:  # what is proven before it has passes of its own
+            self._watch_products()
         for layer in self._candidates if self.with_products else ():
             if layer.products is not None:
                 layer.products.begin_step()
@@ -225,6 +225,12 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
 
         restore = lay_over(layer.module, forward)
         self._unwatch.append(restore)
+
+    def _watch_products(self) -> None:
+        compared = self._last_of_each_kind().values()  # not all: they would hold in step 1 what may not fit
+        for layer in self._candidates:
+            if layer.products is not None:
+                layer.products.watch(compare=layer in compared)
 
     def _refuse_overwritten(self) -> None:
         compared = {k: layer.products for k, layer in self._last_of_each_kind().items() if layer.products is not None}

@@ -102,6 +102,36 @@ def test_gradients_are_the_same_and_no_product_is_computed_twice(products, wrapp
     assert not any("forward" in m.__dict__ for each in linears for m in each)
 
 
+class AlsoPart(torch.nn.Module):
+    """A layer's MLP behind a map that sees some of the rows, and one that is called twice in a pass."""
+
+    def __init__(self, inner, width):
+        super().__init__()
+        self.inner, self.part, self.twice = inner, torch.nn.Linear(width, width, bias=False), inner.up_proj
+
+    def forward(self, x):
+        some = torch.nn.functional.pad(self.part(x[:, :6]), (0, 0, 0, x.shape[1] - 6))
+        return self.inner(x + some + self.twice(x).mean())
+
+
+def test_what_is_said_to_be_kept_is_what_is_kept_of_maps_that_run_twice_or_on_some_rows():
+    model, kept = checkpointed()
+    for layer in model.model.layers:
+        layer.mlp = AlsoPart(layer.mlp, model.config.hidden_size)
+    kept = [KeptProducts(layer.module) for layer in checkpointed_layers(model)]
+    expected, multiplied = gradients(model, IDS), flops(model)
+    switched_on(model, kept)
+    loss = model(input_ids=IDS, labels=IDS).loss
+    held = [sum(one._kept[0].nbytes for one in layer._maps if one._kept is not None and one.can_keep) for layer in kept]
+    assert [layer.bytes for layer in kept] == held
+    assert all(one._kept is None for layer in kept for one in layer._maps if one._module is layer._layer.mlp.twice)
+    model.zero_grad()
+    loss.backward()
+    assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters())
+    saved = IDS.numel() * sum(kept_flops_per_token(layer.module) for layer in checkpointed_layers(model))
+    assert multiplied - flops(model) == saved > 0
+
+
 @pytest.mark.parametrize("order", ["first", "last"])
 @pytest.mark.parametrize("count", [2, 3])
 def test_forward_passes_before_a_backward_pass_never_get_one_anothers_outputs(order, count):
