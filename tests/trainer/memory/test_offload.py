@@ -9,13 +9,11 @@ from support import tiny_hybrid
 from test_recompute import FakeMemory
 from test_sft import trainer_for
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from transformers import TrainerCallback
 
 from hf_speedkit.core.errors import ConfigurationError, HardwareError
 from hf_speedkit.core.memory import GIB, NO_OFFLOADING, Offloading, copied_before, layers_to_offload
 from hf_speedkit.measure.host_memory import available_host_bytes
 from hf_speedkit.trainer.memory import offload
-from hf_speedkit.trainer.memory.kept_products import kept_flops_per_token
 from hf_speedkit.trainer.memory.offload import ActivationOffload, HostArena
 from hf_speedkit.trainer.memory.offload_choice import OffloadChoice, spread
 from hf_speedkit.trainer.memory.recompute import checkpointed_layers
@@ -198,46 +196,6 @@ def test_a_copy_of_the_model_computes_with_its_own_weights(small, wrapped):
     found = gradients(copied, batch())
     found = {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in found.items()}
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-class Fails(TrainerCallback):
-    def __init__(self, at):
-        self.at = at
-
-    def on_pre_optimizer_step(self, args, state, control, **_):
-        if state.global_step == self.at:
-            raise RuntimeError("stops here")
-
-
-@pytest.mark.parametrize("auto", [False, True])
-def test_a_training_that_fails_leaves_the_layers_as_they_were_and_the_next_one_goes_on_with_them(tmp_path, small, auto):
-    def left_behind():
-        over = [name for name, part in model.named_modules() if "forward" in part.__dict__]
-        hooks = [len(layer._forward_hooks) + len(layer._forward_pre_hooks) for layer in model.model.layers]
-        claims = [kept_flops_per_token(layer) for layer in model.model.layers]
-        return over, sum(hooks), sum(claims), [layer.gradient_checkpointing for layer in model.model.layers]
-
-    model, fails = tiny_hybrid(), Fails(4 if auto else 2)
-    model.activation_checkpointing_enable()
-    values = {} if auto else {"activation_checkpointing_layers": 3}
-    trainer = trainer_for(
-        tmp_path, model=model, max_steps=6, activation_checkpointing=True, isolation_check=False, callbacks=[fails],
-        activation_checkpointing_keep="products", activation_offloading_layers="auto" if auto else 1, **values,
-    )  # fmt: skip
-    if auto:  # the try has begun, and nothing has been chosen
-        memory = FakeMemory(trainer, kept=10**9, peak=10, fits=4)
-        trainer.recompute._memory_of = lambda device: memory
-        trainer.offloading._timer_of = lambda device: FakeTimer(trainer.recompute, 0.9)
-    before = left_behind()
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="stops here"):
-            trainer.train()
-        assert left_behind() == before
-        assert trainer.offloading._arena.total_bytes == 0
-    fails.at = None
-    trainer.train()
-    assert trainer.recompute.total == 4
-    assert left_behind() == before
 
 
 @pytest.mark.parametrize("layers", [2, "4"])
