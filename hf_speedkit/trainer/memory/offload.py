@@ -191,9 +191,11 @@ class ActivationOffload:
             undo()
         self._passes.clear()
         self._buffers.clear()
-        if self._stream is not None:
-            self._stream.synchronize()  # nothing is on its way into memory that is given back
-        self.arena.release()
+        try:
+            if self._stream is not None:
+                self._stream.synchronize()  # nothing is on its way into memory that is given back
+        finally:
+            self.arena.release()
 
     def _hook(self, layer: torch.nn.Module, number: int) -> None:
         def forward(former: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

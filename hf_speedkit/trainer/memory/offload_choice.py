@@ -120,10 +120,12 @@ class OffloadChoice(TrainerCallback):  # type: ignore[misc]
     def undo(self) -> None:
         """Leave layers and host memory as they were, also after a failure; `recompute` undoes its own part."""
         self._unmark()
-        if self._offload is not None:
-            self._offload.close()
-            self._offload = None
-        self._arena.release()  # reserved for a try that training did not come to
+        offload, self._offload = self._offload, None
+        try:
+            if offload is not None:
+                offload.close()
+        finally:
+            self._arena.release()  # reserved for a try that training did not come to
 
     def _time_forward(self, timer: DeviceTimer, device: torch.device) -> None:
         """Note when a forward pass begins and when its backward pass does, and copy beside the first one."""

@@ -123,6 +123,7 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
         self._candidates = checkpointed_layers(model)
         self.total = self.checkpointed = len(self._candidates)
         self.offloaded, self.with_products = frozenset(), 0
+        self.kept_bytes = {}  # rows, or the model, may be others than in a training before
         self._step = 0
         one_device = args.n_gpu <= 1  # a replica of DataParallel's would run the forward of the first GPU's layer
         measures = self.layers == AUTO and self._packed and self._candidates and one_device
