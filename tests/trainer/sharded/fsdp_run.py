@@ -256,7 +256,9 @@ def scenarios(path, rank):
 
     keeps = {"activation_checkpointing": True, "activation_checkpointing_keep": "products", **sharded}
     products, _ = trained(path / "products", max_steps=3, lr_scheduler_type="constant", **keeps)
-    yield "products", [losses(products), products.recompute.with_products]
+    once = [losses(products), products.recompute.with_products]
+    products.train()
+    yield "products", [once, [losses(products), products.recompute.with_products]]
 
     yield from low_precision(path / "upcast")
     mixed = tiny_hybrid().bfloat16()

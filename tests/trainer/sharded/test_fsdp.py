@@ -178,9 +178,13 @@ def test_activations_on_the_host_leave_losses_as_they_are_and_gathered_weights_a
 
 
 @two
-def test_kept_products_leave_losses_as_they_are(ranks):
+def test_kept_products_leave_losses_as_they_are_also_in_a_second_training(ranks, tmp_path):
+    alone, _ = trained(tmp_path, accumulation=2, max_steps=3, lr_scheduler_type="constant")
+    alone.train()
     for said in ranks:
-        assert said["products"] == [pytest.approx(said["losses"][:3], abs=1e-6), 4]
+        once, again = said["products"]
+        assert once == [pytest.approx(said["losses"][:3], abs=1e-6), 4]
+        assert again == [pytest.approx(losses(alone), abs=1e-5), 4]
 
 
 @two
