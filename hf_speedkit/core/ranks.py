@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from hf_speedkit.core.errors import SpeedkitError
 from hf_speedkit.core.records import to_json
 
 LOADING = "loading the next batches"
@@ -133,3 +134,15 @@ def _message(behind: Sequence[Beat], waiting: Sequence[Beat], still_s: float, si
     if behind[0].rank in silent:
         return f"{others}, not heard of any more: the process is stopped or its machine is gone"
     return others
+
+
+def ending(missing: Missing, timeout_s: float) -> str:
+    """What a run is ended with, which no rank goes on in."""
+    error = SpeedkitError(
+        f"{missing.message}, so the run ends",
+        evidence=missing.evidence,
+        mend="look at what the missing rank does at that line; a step that is meant to take longer needs a longer "
+        f"stuck_rank_timeout_s (now {timeout_s:.0f})",
+        regardless="stuck_rank_timeout_s=0 waits for ddp_timeout and names nobody",
+    )
+    return str(error)

@@ -45,7 +45,7 @@ def window_findings(metrics: Mapping[str, float]) -> tuple[Finding, ...]:
     Args:
         metrics: of one window, by key.
     """
-    found = (step_limit(metrics), flop_gap(metrics), no_targets(metrics))
+    found = (step_limit(metrics), flop_gap(metrics), impossible_mfu(metrics), no_targets(metrics))
     return tuple(finding for finding in found if finding is not None)
 
 
@@ -115,6 +115,21 @@ def flop_gap(metrics: Mapping[str, float]) -> Finding | None:
         else (),
         advice="counter far below: FLOPs are counted that are not computed (pass flops=, or the peak is another "
         "dtype's); far above: work is done that the formula does not know (recompute, padding, another process)",
+    )
+
+
+def impossible_mfu(metrics: Mapping[str, float]) -> Finding | None:
+    """Whether more was computed than the device can: then the FLOPs, the peak or the token counts are wrong."""
+    name = next((name for name in ("mfu", "hfu") if metrics.get(f"speed/{name}", 0.0) > 100.0), None)
+    if name is None:
+        return None
+    return Finding(
+        rule="impossible_mfu",
+        severity=Severity.WARNING,
+        message=f"{name.upper()} is {metrics[f'speed/{name}']:,.0f} %, and no device computes more than its peak.",
+        evidence=(f"{metrics.get('speed/model_tflops_per_device', 0.0):,.0f} TFLOP/s a device by the model's formula",),
+        advice="the peak is another dtype's or another GPU's (peak_tflops=), flops= counts too much, or tokens are "
+        "counted that no device computed",
     )
 
 

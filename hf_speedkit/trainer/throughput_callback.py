@@ -25,7 +25,7 @@ from hf_speedkit.trainer.metrics.job_ledger import JobLedger, step_records
 from hf_speedkit.trainer.metrics.mfu_inputs import FlopsInputs
 from hf_speedkit.trainer.metrics.micro_batches import MicroBatchCounter
 from hf_speedkit.trainer.metrics.nonfinite import Mode, checked_mode, find_nonfinite, refusal
-from hf_speedkit.trainer.metrics.notices import missing_notices
+from hf_speedkit.trainer.metrics.notices import notices
 from hf_speedkit.trainer.metrics.saved_totals import load_totals, save_totals
 from hf_speedkit.trainer.metrics.window_report import WindowReport
 
@@ -159,7 +159,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
         self._compilations.start()
         self._clock = StepClock(device=device_timer(args.device.type))
         self._report.begin(state)
-        for line in missing_notices(args, attached=self.attached, inputs=self._inputs):
+        for line in notices(args, attached=self.attached, inputs=self._inputs):
             self._report.warn_once(line)
         self._start_helpers(args)
         self._clock.start()
@@ -302,8 +302,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
     def _enter(self, *, last: bool = False) -> tuple[tuple[StepRecord, ...], JobWindow]:
         """Finish this rank's steps and enter them together with the other ranks'. Waits for the device: logging steps
         and the end of training only, after `settle`."""
-        if self._counter.head_on_targets:
-            self._inputs = self._inputs.with_fused_head()
+        self._inputs = self._inputs.with_fused_head() if self._counter.head_on_targets else self._inputs
         records = step_records(
             self._counter.take(), self._clock.take(), self._inputs, has_device=self._clock.has_device
         )

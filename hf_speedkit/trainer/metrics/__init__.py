@@ -2,6 +2,6 @@
 
 - counted in a step: observation, micro_batches, repeated_rows, counted_steps
 - put against time and peak: job_ledger, mfu_inputs, saved_totals
-- said: window_report, progress, nonfinite
+- said: notices, window_report, progress, nonfinite
 - steps that are traced: traced_steps, trace_marks
 """

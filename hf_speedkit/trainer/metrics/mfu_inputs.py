@@ -28,6 +28,7 @@ class FlopsInputs:
         recompute: what checkpointed layers compute once more.
         recomputed: FLOPs of that, of counted tokens.
         tensor_clock_mhz: SM clock at which the peak is stated.
+        table_tflops: what our table says of the device, whatever was given.
     """
 
     flops: Callable[[TokenCounts], float | None] | None = None
@@ -35,16 +36,19 @@ class FlopsInputs:
     recompute: Collection[Part] | None = None
     recomputed: RecomputedFlops | None = None
     tensor_clock_mhz: float | None = None
+    table_tflops: float | None = None
 
     def completed(self, args: TrainingArguments, model: torch.nn.Module) -> FlopsInputs:
         """With what the model and the device say where nothing was given; nothing of several devices in one process."""
         if args.n_gpu > 1:
             return self
         flops = self.flops if self.flops is not None else flops_of(model)
+        known = device_peak_tflops(args, model)
         return replace(
             self,
             flops=flops,
-            peak_tflops=self.peak_tflops if self.peak_tflops is not None else device_peak_tflops(args, model),
+            peak_tflops=self.peak_tflops if self.peak_tflops is not None else known,
+            table_tflops=known,
             recomputed=RecomputedFlops(model, flops, self.recompute) if isinstance(flops, ModelFlops) else None,
             tensor_clock_mhz=device_tensor_clock_mhz(args),
         )

@@ -1,6 +1,6 @@
 """What processes of one job do together: agree, sum, wait, stop, and say it once.
 
-- together: agreement, reduction, roll_call
+- together: alike, agreement, meeting, reduction, roll_call
 - stuck, slow or failed: watch, frames, stragglers
 - the end: stop_signal, last_words
 """

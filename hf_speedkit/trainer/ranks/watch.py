@@ -34,7 +34,7 @@ from hf_speedkit.core.ranks import (
     STARTING,
     UPDATING,
     Beat,
-    Missing,
+    ending,
     missing_ranks,
 )  # fmt: skip
 from hf_speedkit.trainer.ranks.agreement import runs_alone
@@ -264,7 +264,7 @@ class RankWatch(TrainerCallback):  # type: ignore[misc]
         if self._rank != next((rank for rank in range(self._ranks) if rank not in missing.ranks), None):
             return
         if missing.may_end and self._still_s() >= self._timeout_s:
-            text = _ending(missing, self._timeout_s)
+            text = ending(missing, self._timeout_s)
             if self._tell({"rank": self._rank, "stuck": True, "text": text})["text"] == text:
                 # At once: the others leave as soon as they read it, and this rank's own error would come first.
                 sys.stderr.write(f"\n{text}\n")
@@ -327,17 +327,6 @@ class RankWatch(TrainerCallback):  # type: ignore[misc]
                 return
         # A thread cannot raise in another one that waits inside NCCL: only the end of the process gets it out.
         os._exit(1)
-
-
-def _ending(missing: Missing, timeout_s: float) -> str:
-    error = SpeedkitError(
-        f"{missing.message}, so the run ends",
-        evidence=missing.evidence,
-        mend="look at what the missing rank does at that line; a step that is meant to take longer needs a longer "
-        f"stuck_rank_timeout_s (now {timeout_s:.0f})",
-        regardless="stuck_rank_timeout_s=0 waits for ddp_timeout and names nobody",
-    )
-    return str(error)
 
 
 def _of_the_connection(error: BaseException) -> bool:

@@ -1,6 +1,6 @@
 """FSDP2: what it has made of a model, and its gathers corrected.
 
 - what a model's units are: units
-- looked at before step 1: prepared, preflight
+- sent and looked at before step 1: buffers, prepared, preflight
 - corrected for the time of training: communication, ahead, gradient_memory, zero_copy, zero_copy_proof
 """

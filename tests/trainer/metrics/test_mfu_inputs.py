@@ -20,6 +20,7 @@ from transformers import (
     Qwen3ForSequenceClassification,
     Qwen3Model,
 )
+from transformers.debug_utils import DebugOption
 from transformers.utils.import_utils import enable_tf32
 
 from hf_speedkit.core.flops import LAYER_PARTS, model_flops
@@ -32,7 +33,7 @@ from hf_speedkit.trainer.metrics.mfu_inputs import (
     is_checkpointed,
     training_dtype,
 )
-from hf_speedkit.trainer.metrics.notices import missing_notices
+from hf_speedkit.trainer.metrics.notices import missing_notices, slowing_switches
 
 TOKENS = 12
 COUNTS = TokenCounts(slots=TOKENS, real=TOKENS, target=5, documents=1, squared_lengths=TOKENS**2)
@@ -323,3 +324,43 @@ def test_fp32_weights_have_the_peak_of_tf32_however_that_was_switched_on(new_set
             torch.backends.fp32_precision = "none"
         else:
             torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [(1979.0, True), (989.5e12, True), (378.0, True), (None, False), (900.0, False)]
+)
+def test_v71_a_peak_that_counts_sparsity_or_is_no_tflops_is_doubted(monkeypatch, given, said):
+    monkeypatch.setattr("hf_speedkit.trainer.metrics.mfu_inputs.device_peak_tflops", lambda args, model: 989.5)
+    args = SimpleNamespace(n_gpu=1, report_to=["wandb"], device=torch.device("cpu"))
+    lines = missing_notices(args, attached=True, inputs=FlopsInputs(peak_tflops=given).completed(args, tiny()))
+    assert [line for line in lines if "dense peak of this GPU in the training dtype is 990" in line] == list(lines)
+    assert len(lines) == said
+
+
+@pytest.mark.parametrize(
+    ("variables", "settings", "said"),
+    [
+        ({"CUDA_LAUNCH_BLOCKING": "1"}, {}, "CUDA_LAUNCH_BLOCKING=1: the host waits for every kernel"),
+        ({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, {}, "compared over all ranks"),
+        ({"NCCL_P2P_DISABLE": "1"}, {}, "through host memory"),
+        ({}, {"torch_empty_cache_steps": 1}, "torch_empty_cache_steps=1"),
+        ({}, {"debug": [DebugOption.UNDERFLOW_OVERFLOW]}, "underflow_overflow"),
+        ({"CUDA_LAUNCH_BLOCKING": "0", "TORCH_DISTRIBUTED_DEBUG": "INFO"}, {"torch_empty_cache_steps": 100}, None),
+    ],
+)
+def test_v61_debugging_that_is_still_on_is_said_with_its_cost(variables, settings, said):
+    values = {"debug": [], "torch_empty_cache_steps": None, "device": torch.device("cuda"), **settings}
+    lines = slowing_switches(SimpleNamespace(**values), variables)
+    assert len(lines) == (said is not None)
+    assert all(said in line for line in lines)
+
+
+def test_v61_anomaly_detection_is_said_on_any_device():
+    args = SimpleNamespace(debug=[], device=torch.device("cpu"))
+    assert slowing_switches(args, {}) == ()
+    torch.autograd.set_detect_anomaly(True, check_nan=False)  # the context manager warns, as it should
+    try:
+        (line,) = slowing_switches(args, {"CUDA_LAUNCH_BLOCKING": "1"})
+    finally:
+        torch.autograd.set_detect_anomaly(False)
+    assert "anomaly detection" in line
