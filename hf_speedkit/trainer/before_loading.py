@@ -65,7 +65,8 @@ def require_before_loading(model_args: Any, args: SpeedSFTConfig) -> None:
         ConfigurationError: see `require_packages` and `refuse_half_weights`.
     """
     require_packages(args)
-    refuse_half_weights(args, [model_args.dtype])
+    if not model_args.use_peft:  # adapters have a type of their own, float32 beside 16 bits (peft)
+        refuse_half_weights(args, [model_args.dtype])
     name, revision = model_args.model_name_or_path, model_args.model_revision
     attention, dtype = model_args.attn_implementation, model_args.dtype
     # Whether the weights will be read, or drawn, is the recipe's to know: `require_hub_for` has asked for them.

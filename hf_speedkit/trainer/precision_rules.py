@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Iterable
 from typing import Any
 
 from hf_speedkit.core.errors import ConfigurationError, HardwareError
+from hf_speedkit.trainer.hardware import is_on
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +69,7 @@ def check_precision(config: Any) -> None:
     refusal = HardwareError(
         f"bf16 on a {name}: this GPU has no bf16 arithmetic, and torch emulates it",
         evidence=(f"compute capability {capability[0]}.{capability[1]}; bf16 needs 8.0 (A100, L4, RTX 30xx or newer)",),
-        mend="bf16=False, fp16=True (and a model whose weights are float32: dtype float32)",
+        mend="bf16=False, fp16=True, and the weights in float32 (dtype: float32)",
         regardless='kernel_assertion="warn"',
     )
     if config.kernel_assertion not in ("warn", "off"):
@@ -75,8 +78,8 @@ def check_precision(config: Any) -> None:
         logger.warning("%s", refusal)
 
 
-def refuse_half_weights(args: Any, dtypes: Any) -> None:
-    """Refuse fp16 mixed precision over weights that are fp16 themselves: its loss scaler raises at step 1.
+def refuse_half_weights(args: Any, dtypes: Iterable[object]) -> None:
+    """Refuse fp16 mixed precision over trained weights of 16 bits: its loss scaler raises at step 1.
 
     Args:
         args: TrainingArguments.
@@ -85,12 +88,22 @@ def refuse_half_weights(args: Any, dtypes: Any) -> None:
     Raises:
         ConfigurationError: with the dtype to load them in.
 
-    Source: torch 2.13 amp/grad_scaler.py, "Attempting to unscale FP16 gradients."
+    Source: torch 2.13 amp/grad_scaler.py, "Attempting to unscale FP16 gradients."; of bf16 ones its CUDA kernel says
+    "not implemented for 'BFloat16'" (github.com/pytorch/pytorch/issues/127176, github.com/huggingface/trl/issues/4901).
     """
-    if args.fp16 and args.device.type != "cpu" and "float16" in {str(one).removeprefix("torch.") for one in dtypes}:
+    # Sharded weights are made float32 when they are prepared (accelerate 1.15 fsdp_utils.py:816).
+    sharded = args.fsdp or args.deepspeed or is_on(os.environ.get("ACCELERATE_USE_FSDP"))
+    if not args.fp16 or args.device.type == "cpu" or sharded:
+        return
+    half = sorted({str(one).removeprefix("torch.") for one in dtypes} & {"float16", "bfloat16"})
+    if half:
         raise ConfigurationError(
-            "fp16=True with weights in float16: the loss scaler cannot unscale their gradients",
-            evidence=("mixed precision keeps the weights in float32 and casts them for each product",),
+            f"fp16=True with trained weights in {half[0]}: the loss scaler cannot take their gradients",
+            evidence=(
+                "mixed precision keeps weights in float32 and casts them for each product",
+                "adapters beside 4 bits are made in bfloat16 by TRL: there fp16=False",
+            ),
             mend='load them in float32: dtype: float32, or model_init_kwargs={"dtype": "float32"}',
-            regardless="bf16=True needs no loss scaler, where the GPU has bf16 (compute capability 8.0)",
+            regardless="fp16=False computes in the weights' own type; bf16=True needs no loss scaler (compute "
+            "capability 8.0)",
         )
