@@ -23,6 +23,7 @@ from fsdp_run import Gradients, lone_head, losses
 from support import tiny_llama, tiny_tokenizer, tokenized
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from two_process_run import LENGTHS
+from unused_gathers_run import after_training, in_training
 
 from hf_speedkit.trainer.launching import announce_sharding
 
@@ -131,6 +132,15 @@ def whole(path, rank):
     return head(path, rank, sharded=False)
 
 
+def unused(path, rank):
+    """As test_zero_copy.py over gloo: here gathers run beside training, into memory that is let go of."""
+    torch.distributed.init_process_group("nccl")
+    how = {"device": "cuda", "model": {"width": 1024}}
+    return {
+        "copied": in_training(False, **how), "direct": in_training(True, **how), "after": after_training(**how),
+    }  # fmt: skip
+
+
 class Dawdles(TrainerCallback):
     def __init__(self, path):
         self.path = path
@@ -151,8 +161,8 @@ if __name__ == "__main__":
     if mode != "whole":
         announce_sharding(FSDP)
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    modes = {"accumulation": accumulation, "evaluation": evaluation, "head": head, "whole": whole, "stand": stand}
-    result = modes[mode](folder, rank)
+    modes = [accumulation, evaluation, head, whole, unused, stand]
+    result = {run.__name__: run for run in modes}[mode](folder, rank)
     (folder / f"rank{rank}.json").write_text(json.dumps(result))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

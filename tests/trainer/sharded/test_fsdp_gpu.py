@@ -60,6 +60,14 @@ def test_a_head_alone_in_its_group_gets_the_mean_gradient_of_all_ranks(tmp_path,
         torch.testing.assert_close(gradient, whole[name], atol=1e-5, rtol=1e-4, msg=name)
 
 
+def test_what_was_gathered_for_layers_that_did_not_run_is_neither_held_nor_used(tmp_path, free_port):
+    for said in results("unused", tmp_path, free_port):
+        for how in ("copied", "direct"):
+            assert all(case == [[], []] for case in said[how].values()), said[how]
+        for held, as_before, *wrong in said["after"].values():
+            assert (held, as_before, wrong) == ([], True, [[], [], []])
+
+
 def test_a_rank_that_stands_still_ends_the_run_under_nccl(tmp_path, free_port):
     code, said = torchrun("stand", tmp_path, free_port)
     seconds = time.time() - (tmp_path / "began").stat().st_mtime

@@ -75,7 +75,8 @@ class Tower(nn.Module):
         return None
 
     def forward(self, ids):
-        seen = torch.linspace(0, 1, self.head.in_features, dtype=self.head.weight.dtype)
+        weight = self.head.weight
+        seen = torch.linspace(0, 1, self.head.in_features, dtype=weight.dtype, device=weight.device)
         for block in self.visual:
             seen = block(seen)
         return self.head(self.base_model(ids, seen if len(self.visual) else 0.0))
@@ -125,14 +126,14 @@ def count(stack, module, function, counts, name):
     stack.callback(setattr, module, function, real)
 
 
-def sharded(*, model=None, shard=None, dtype=None, policy=None, mesh=None):
+def sharded(*, model=None, shard=None, dtype=None, policy=None, mesh=None, device="cpu"):
     torch.manual_seed(0)
-    tower = Tower(**(model or {})).to(dtype or torch.float32)
+    tower = Tower(**(model or {})).to(dtype or torch.float32).to(device)
     body = tower.base_model
     units = [*tower.visual, body.embed, *body.layers, [body.norm, tower.head], tower]
     given = {"mp_policy": MixedPrecisionPolicy(**(policy or {})), **(shard or {})}
     names = ("replicate", "shard") if mesh else ("shard",)
-    given["mesh"] = init_device_mesh("cpu", mesh or (2,), mesh_dim_names=names)  # also on a machine with GPUs
+    given["mesh"] = init_device_mesh(device, mesh or (2,), mesh_dim_names=names)
     for unit in units:
         fully_shard(unit, **given)
     return tower
