@@ -16,7 +16,7 @@ def rates(steady: StepSum, *, world_size: int = 1, peak_tflops: float | None = N
     seconds = steady.step_time_s
     values: dict[str, float | None] = {}
     for name, tokens in (
-        ("slots", steady.tokens.slots),
+        ("slots", steady.tokens.slots or None),  # no batch had tokens that anyone could see: not a rate of 0
         ("real_tokens", steady.tokens.real),
         ("target_tokens", steady.tokens.target),
     ):

@@ -57,7 +57,7 @@ def metrics_of(ranks: Sequence[Sequence[StepRecord]], *, peak_tflops: float | No
 
 
 def _totals(tokens: TokenCounts | None) -> dict[str, float | None]:
-    if tokens is None:
+    if tokens is None or not tokens.slots:
         return {}
     return {
         "speed/total_slots": tokens.slots,

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from plain_trainer import LENGTHS, as_tuple, documents, expected, make_trainer, pad, tiny_llama, train, training_rows
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl.trainer.utils import add_fused_lm_head
 
 from hf_speedkit.core.flops import model_flops
@@ -328,3 +328,28 @@ def test_v71_trls_fused_head_costs_what_it_scores(tmp_path, monkeypatch, scores_
     first, targets = LENGTHS[:2], records[0].tokens.target
     assert records[0].flops == formula.training(first, target=targets)
     assert records[0].recomputed_flops == (formula.head_per_token * targets if scores_targets else 0)
+
+
+class Regression(torch.nn.Module):
+    """A model whose batches have no tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = torch.nn.Linear(4, 1)
+
+    def forward(self, x, labels):
+        return {"loss": ((self.line(x) - labels) ** 2).mean()}
+
+
+def test_batches_without_tokens_have_no_rate_of_zero_and_the_console_says_what_to_do(tmp_path, caplog):
+    data = [{"x": torch.ones(4), "labels": torch.ones(1)} for _ in range(8)]
+    trainer = Trainer(
+        Regression(),
+        TrainingArguments(tmp_path, max_steps=4, logging_steps=2, use_cpu=True, save_strategy="no", report_to="none"),
+        train_dataset=data,
+    )
+    train(trainer)
+    row = training_rows(trainer)[-1]
+    assert row["speed/step_time_s"] > 0
+    assert not [key for key in row if "slots" in key or "tokens" in key]
+    assert caplog.text.count("batches have neither input_ids nor inputs_embeds; tell what a micro-batch holds") == 1

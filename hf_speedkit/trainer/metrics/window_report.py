@@ -18,6 +18,12 @@ from hf_speedkit.trainer.sinks import SinkGroup
 logger = logging.getLogger("hf_speedkit.trainer.throughput_callback")
 
 
+_NO_TOKENS = (
+    "no rates of tokens and no MFU: batches have neither input_ids nor inputs_embeds; tell what a micro-batch holds with "
+    "ThroughputCallback.count(TokenCounts(...)) before its forward pass"
+)
+
+
 class WindowReport:
     """Reports the windows of a run.
 
@@ -57,6 +63,8 @@ class WindowReport:
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(metrics)
         self._note_compilations(len(records), metrics)
+        if not any(record.tokens.slots for record in records):
+            self.warn_once(_NO_TOKENS)
         self._say_findings(metrics)
         if self._speaks:
             self._sinks.steps(records)
