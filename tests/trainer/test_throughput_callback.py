@@ -352,4 +352,4 @@ def test_batches_without_tokens_have_no_rate_of_zero_and_the_console_says_what_t
     row = training_rows(trainer)[-1]
     assert row["speed/step_time_s"] > 0
     assert not [key for key in row if "slots" in key or "tokens" in key]
-    assert caplog.text.count("batches have neither input_ids nor inputs_embeds; tell what a micro-batch holds") == 1
+    assert caplog.text.count("batches have neither input_ids nor inputs_embeds; tell what one holds with") == 1

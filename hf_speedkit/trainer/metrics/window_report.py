@@ -19,7 +19,7 @@ logger = logging.getLogger("hf_speedkit.trainer.throughput_callback")
 
 
 _NO_TOKENS = (
-    "no rates of tokens and no MFU: batches have neither input_ids nor inputs_embeds; tell what a micro-batch holds with "
+    "no rates of tokens and no MFU: batches have neither input_ids nor inputs_embeds; tell what one holds with "
     "ThroughputCallback.count(TokenCounts(...)) before its forward pass"
 )
 
