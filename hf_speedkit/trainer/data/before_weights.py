@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from datasets import Dataset, IterableDataset
 
 from hf_speedkit.core.errors import ConfigurationError
-from hf_speedkit.trainer.data.conversation_checks import SAMPLE_ROWS
+from hf_speedkit.trainer.data.document_ends import spread
 from hf_speedkit.trainer.data.inputs import check_dataset, with_template_kwargs
 from hf_speedkit.trainer.data.raw_rows import columns_of, one_format
 from hf_speedkit.trainer.data.templates import TemplateChecks
@@ -45,7 +45,7 @@ def check_rows(
             completion_only_loss=args.completion_only_loss, assistant_only_loss=args.assistant_only_loss,
         )  # fmt: skip
         if tokenizer is not None and formatting_func is None and isinstance(dataset, Dataset):
-            _check_templates(dataset.select(range(min(len(dataset), SAMPLE_ROWS))), tokenizer, args, name)
+            _check_templates(spread(dataset), tokenizer, args, name)
 
 
 def _refuse_uncut_rows(dataset: Any, args: SpeedSFTConfig) -> None:
@@ -95,7 +95,14 @@ def _check_templates(sample: Dataset, tokenizer: Any, args: SpeedSFTConfig, name
     if "input_ids" in columns_of(rows):
         return
     template = _training_template(tokenizer) if args.assistant_only_loss else None
-    checks = TemplateChecks(tokenizer, template, args.template_check, args.exclude_generation_prompt, quiet=True)
+    checks = TemplateChecks(
+        getattr(tokenizer, "tokenizer", tokenizer),  # a processor holds one
+        template,
+        args.template_check,
+        args.exclude_generation_prompt,
+        quiet=True,
+        processor=tokenizer,
+    )
     checks.before(rows, name)
 
 

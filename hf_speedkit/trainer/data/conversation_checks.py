@@ -246,7 +246,7 @@ def rendered_or_none(render: Render, messages: Messages, arguments: Mapping[str,
 
     try:
         return render(messages, **arguments)
-    except TemplateError:
+    except (TemplateError, TypeError):
         return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,9 @@ _RENAME = (
 _FOREIGN_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 # By which OpenAI's format, axolotl and ms-swift keep single messages out of the loss.
 _MESSAGE_WEIGHTS = ("weight", "train", "training", "loss")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+# Characters by which a line is recognized: templates trim, cut control words off and wrap.
+_RECOGNIZED = 24
 
 
 def refuse_missing_template(tokenizer: Any, conversations: Sequence[tuple[Messages, dict[str, Any]]]) -> None:
@@ -143,3 +147,119 @@ def refuse_filled_arguments(conversations: Sequence[tuple[Messages, dict[str, An
             mend='Dataset.from_list(rows, on_mixed_types="use_json") keeps each call as it is',
             regardless='template_check="warn"',
         )
+
+
+def refuse_lost_messages(conversations: Sequence[tuple[Messages, dict[str, Any]]], render: Render) -> None:
+    """Refuse messages, calls and tools of which a template writes nothing at all, and contents it writes as Python.
+
+    A template that knows no system role, no tools or no calls leaves them out without a word: the model then learns
+    answers without what they answer to. What a template writes in another form (trimmed, as JSON) is no loss.
+
+    Args:
+        conversations: see `conversations_of`.
+        render: as for training.
+
+    Raises:
+        DatasetError: what is lost first, and how many of the conversations lose something.
+    """
+    lost = [one for one in (_first_loss(messages, arguments, render) for messages, arguments in conversations) if one]
+    if lost:
+        raise DatasetError(
+            f"the chat template leaves out {lost[0]}",
+            evidence=(f"{len(lost)} of {len(conversations)} conversations lose something",),
+            mend="chat_template_path=FOLDER_OR_FILE.jinja of a template that writes them, or take them out of the data",
+            regardless='template_check="warn"',
+        )
+
+
+def _first_loss(messages: Messages, arguments: Mapping[str, Any], render: Render) -> str | None:
+    text = rendered_or_none(render, messages, arguments)
+    if text is None:
+        return None
+    seen = _one_line(text)
+    tools = [str(name) for name in map(_function_name, arguments.get("tools") or ()) if name]
+    if tools and not any(name in seen for name in tools):
+        return f"all tools, such as {tools[0]!r}"
+    for message in messages:
+        parts = _texts(message.get("content"))
+        answer = message["role"] == "assistant"  # see `lost_answers`
+        if parts and not answer and not any(_written(part, seen) for part in parts):
+            return f"what the {message['role']} says: {parts[0][:60]!r}"
+        if isinstance(message.get("content"), list) and "{'type': 'text'" in text:
+            return "the form of contents in parts, and writes them out as Python: pass each content as one text"
+        calls = [str(name) for name in map(_function_name, message.get("tool_calls") or ()) if name]
+        if calls and not any(name in seen for name in calls):
+            return f"the calls of tools, such as that of {calls[0]!r}"
+    return None
+
+
+def lost_answers(conversations: Sequence[tuple[Messages, dict[str, Any]]], render: Render) -> list[str]:
+    """What to say where a template leaves out reasoning, or the text of answers that call tools as well.
+
+    Many do so on purpose, the reasoning of all turns but the last, since at inference it is not shown either. The
+    answers are trained on all the same, as answers without reasoning.
+
+    Args:
+        conversations: see `conversations_of`.
+        render: as for training.
+    """
+    thoughts, answers = [0, 0], [0, 0]
+    for messages, arguments in conversations:
+        text = rendered_or_none(render, messages, arguments)
+        if text is None:
+            continue
+        seen = _one_line(text)
+        for message in messages:
+            if message["role"] == "assistant":
+                # Thoughts begin alike ("Okay, the user"), so that the beginning of one says nothing about another.
+                thought = max("\n".join(_thoughts(message)).splitlines(), key=len, default="")
+                thoughts[0] += bool(thought) and _one_line(thought) not in seen
+                thoughts[1] += bool(thought)
+                texts = _texts(message.get("content"))
+                answers[0] += bool(texts) and not any(_written(text, seen) for text in texts)
+                answers[1] += bool(texts)
+    said = []
+    if thoughts[0]:
+        said.append(
+            f"the chat template leaves out the reasoning of {thoughts[0]} of {thoughts[1]} turns that have some, and "
+            "their answers are trained on without it. To train on it, pass each turn as a prompt and its completion, "
+            "or set what the template keeps it by (chat_template_kwargs)"
+        )
+    if answers[0]:
+        said.append(f"the chat template leaves out the text of {answers[0]} of {answers[1]} answers")
+    return said
+
+
+def _thoughts(message: Mapping[str, Any]) -> list[str]:
+    content = message.get("content")
+    inside = content.split("</think>")[0].split("<think>")[-1] if _thinks(content) else ""
+    found = [message.get(key) for key in _REASONING] + [inside]
+    return [thought for thought in found if isinstance(thought, str) and thought.strip()]
+
+
+def _thinks(content: Any) -> bool:
+    return isinstance(content, str) and "</think>" in content
+
+
+def _texts(content: Any) -> list[str]:
+    """What a message says, without reasoning in tags: that may be left out on purpose."""
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    said = [text.rpartition("</think>")[2] if _thinks(text) else text for text in texts if isinstance(text, str)]
+    return [text for text in said if text.strip()]
+
+
+def _written(part: str, seen: str) -> bool:
+    """Whether a text holds a part, or the beginning or end of one of its lines, as it is or as JSON."""
+    lines = [line for line in part.splitlines() if line.strip()]
+    forms = [_one_line(form) for line in lines for form in (line, json.dumps(line, ensure_ascii=False)[1:-1])]
+    return any(form[:_RECOGNIZED] in seen or form[-_RECOGNIZED:] in seen for form in forms)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _function_name(tool: Any) -> Any:
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    return function.get("name") if isinstance(function, Mapping) else None

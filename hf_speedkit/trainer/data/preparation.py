@@ -19,6 +19,7 @@ from hf_speedkit.packing.stream import PackedStream
 from hf_speedkit.packing.stream_source import share_of_rank
 from hf_speedkit.trainer.config import SpeedSFTConfig
 from hf_speedkit.trainer.data.conversation_checks import SAMPLE_ROWS
+from hf_speedkit.trainer.data.document_ends import say_what_is_odd
 from hf_speedkit.trainer.data.inputs import (
     check_dataset,
     check_vocabulary,
@@ -66,7 +67,12 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
             self._require_end_token()
         found = None if streaming else len(dataset)
         checks = TemplateChecks(
-            self._tokenizer, self.chat_template, args.template_check, args.exclude_generation_prompt
+            self._tokenizer,
+            self.chat_template,
+            args.template_check,
+            args.exclude_generation_prompt,
+            processor=processing_class,
+            answers_only=args.assistant_only_loss,
         )
         checks.before(dataset, name)
         with self._masking(args, columns):
@@ -87,7 +93,6 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
         masks.packed(report, dataset)
         self._reports.setdefault(name, report)  # "train" is the first of that name: an evaluation set may have it too
         logger.info("%s documents: %s", name, report.sentence())
-        _say_what_is_doubled(dataset, self._tokenizer, name)
         log_example(dataset, self._tokenizer, name)
         return dataset
 
@@ -123,7 +128,7 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
             self.completion_only_loss = former
 
     def check_prepared(self) -> None:
-        """Refuse tokens, labels and lengths that the model has nothing for, and weights that a loss scaler cannot take.
+        """Refuse tokens, labels, lengths and weights that training cannot take, and say what is odd about ends.
 
         Raises:
             ConfigurationError: see `refuse_half_weights`.
@@ -134,6 +139,8 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
             check_vocabulary(dataset, self.model, name)
             packed = self.args.packing if dataset is self.train_dataset else self._eval_is_packed()
             check_lengths(dataset, self.model, name, packed=packed or self.args.padding_free)
+            if dataset is self.train_dataset and self.args.process_index == 0:
+                say_what_is_odd(dataset, self._tokenizer, self.model, name)
 
     def _require_end_token(self) -> None:
         if self._tokenizer.eos_token is None:
@@ -198,17 +205,3 @@ def _say_what_is_cut(dataset: Dataset, max_length: int, name: str) -> None:
         name, f"{int((lengths > max_length).sum()):,}", f"{len(lengths):,}", f"{max_length:,}", f"{beyond:,}",
         f"{int(lengths.sum()):,}", 100 * share, int(lengths.max()),
     )  # fmt: skip
-
-
-def _say_what_is_doubled(dataset: Dataset, tokenizer: Any, name: str) -> None:
-    """Documents that begin or end with the same special token twice: the text brings it, and so does the tokenizer."""
-    rows = [row["input_ids"] for row in dataset.select(range(min(len(dataset), SAMPLE_ROWS)))]
-    ends = ((slice(None, 2), tokenizer.bos_token_id, "begin"), (slice(-2, None), tokenizer.eos_token_id, "end"))
-    for end, token, what in ends:
-        doubled = sum(token is not None and [int(one) for one in row[end]] == [token, token] for row in rows)
-        if 2 * doubled > len(rows):
-            logger.warning(
-                "%s documents: %d of %d %s with %r twice: the text brings it, and the tokenizer adds it once more. "
-                "Take it out of the text (or of a formatting_func that applies a chat template)",
-                name, doubled, len(rows), what, tokenizer.convert_ids_to_tokens(token),
-            )  # fmt: skip

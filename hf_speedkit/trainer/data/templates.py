@@ -10,6 +10,8 @@ from itertools import islice
 from typing import Any
 
 from datasets import Dataset, IterableDataset
+from transformers import ProcessorMixin
+from trl.data_utils import prepare_multimodal_messages
 
 from hf_speedkit.core.document_records import DocumentReport
 from hf_speedkit.core.errors import DatasetError, SpeedkitError
@@ -27,12 +29,16 @@ from hf_speedkit.trainer.data.conversation_checks import (
     rendering_differences,
 )
 from hf_speedkit.trainer.data.conversation_refusals import (
+    lost_answers,
     refuse_filled_arguments,
     refuse_foreign_roles,
+    refuse_lost_messages,
     refuse_missing_template,
     refuse_weighed_messages,
     written_roles,
 )
+from hf_speedkit.trainer.data.document_ends import sample_rows
+from hf_speedkit.trainer.data.raw_rows import refuse_merged_prompts, trained_questions
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +58,8 @@ class TemplateChecks:
         mode: "strict" refuses, "warn" says so and goes on, "off" looks at nothing.
         exclude_generation_prompt: take tokens that the prompt supplies at inference out of the targets.
         quiet: only refuse; what there is to say is said when the trainer looks once more.
+        processor: what TRL renders with, where that is more than the tokenizer.
+        answers_only: `assistant_only_loss` was asked for.
     """
 
     tokenizer: Any
@@ -59,6 +67,8 @@ class TemplateChecks:
     mode: str
     exclude_generation_prompt: bool
     quiet: bool = False
+    processor: Any = None
+    answers_only: bool = False
 
     def before(self, dataset: Dataset | IterableDataset, name: str) -> None:
         """Look at the first conversations as they will be rendered.
@@ -68,17 +78,20 @@ class TemplateChecks:
         """
         if self.mode == "off" or "input_ids" in (dataset.column_names or ()):
             return
-        sample = list(islice(dataset, SAMPLE_ROWS))  # take() of datasets before 5.2 fails on fewer rows
+        sample = sample_rows(dataset)
+        self._refuse(lambda: refuse_merged_prompts(sample, self.tokenizer), name)
         conversations = conversations_of(sample)
-        refuse_missing_template(self.tokenizer, conversations)
+        refuse_missing_template(self.processor or self.tokenizer, conversations)
         prompts = any("prompt" in row for row in sample)
         self._refuse(lambda: refuse_foreign_roles(conversations, self._train), name)
         self._refuse(lambda: refuse_weighed_messages(conversations), name)
-        roles = written_roles(conversations, self._train)
-        if roles and not self.quiet:
-            logger.warning("%s documents: %s", name, roles)
+        questions = None if self.answers_only else trained_questions(sample)
+        said = (written_roles(conversations, self._train), questions, *lost_answers(conversations, self._train))
+        for sentence in () if self.quiet else filter(None, said):
+            logger.warning("%s documents: %s", name, sentence)
         self._refuse(lambda: refuse_reasoning_line(conversations, self._infer), name)
         self._refuse(lambda: refuse_filled_arguments(conversations), name)
+        self._refuse(lambda: refuse_lost_messages(conversations, self._train), name)
         differences = self._refuse(lambda: rendering_differences(conversations, self._train, self._infer), name) or []
         warning = self._refuse(lambda: judge_differences(differences, len(conversations), prompts=prompts), name)
         if warning and not self.quiet:
@@ -140,7 +153,10 @@ class TemplateChecks:
         return self._render(messages, **arguments)
 
     def _render(self, messages: Messages, **arguments: Any) -> str:
-        text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+        renderer = self.tokenizer
+        if isinstance(self.processor, ProcessorMixin):  # of images, whose templates take contents in parts: as TRL does
+            renderer, messages = self.processor, prepare_multimodal_messages(list(messages))  # type: ignore[arg-type]
+        text: str = renderer.apply_chat_template(messages, tokenize=False, **arguments)
         return text
 
 

@@ -19,6 +19,7 @@ from tokenizers.processors import TemplateProcessing
 
 from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
 from hf_speedkit.core.errors import DatasetError
+from hf_speedkit.trainer.data.document_ends import say_what_is_odd
 
 
 def test_v82_a_template_without_markers_does_not_train_on_everything_or_nothing(tmp_path):
@@ -94,18 +95,43 @@ def test_completion_only_targets_survive_packing(tmp_path):
     assert trainer.throughput.run_totals().session.target == 10
 
 
-def test_a_token_that_text_and_tokenizer_both_write_is_named(tmp_path, caplog):
+@pytest.mark.parametrize("kind", ["packed", "padded", "stream"])
+def test_a_token_that_text_and_tokenizer_both_write_is_named(tmp_path, caplog, kind):
     tokenizer = tokenizer_with(PLAIN)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<unk> $A", special_tokens=[("<unk>", 2)])
     tokenizer.bos_token = "<unk>"
     args = SpeedSFTConfig(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, tokens_per_batch=64, report_to="none",
-        exclude_generation_prompt=True,
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, tokens_per_batch=64, report_to="none", max_steps=1,
+        exclude_generation_prompt=True, packing=kind != "padded",
     )  # fmt: skip
     rows = Dataset.from_dict({"text": ["<unk> w1 w2"] * 2})
-    SpeedSFTTrainer(tiny_llama(), args, train_dataset=rows, processing_class=tokenizer)
+    SpeedSFTTrainer(
+        tiny_llama(), args, train_dataset=rows.to_iterable_dataset() if kind == "stream" else rows,
+        processing_class=tokenizer,
+    )  # fmt: skip
     assert "2 of 2 begin with '<unk>' twice" in caplog.text
     assert "exclude_generation_prompt does nothing to the train dataset" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("ids", "labels", "said"),
+    [
+        ([20, 21, 1], [-100, 21, 1], None),
+        ([20, 21, 1], [-100, 21, -100], "no end token ('<eos>', 'w0') is a target in any of 2"),
+        ([20, 21], None, "their last target is mostly 'w3'"),
+        ([20, 18], [-100, 18], None),  # generation stops at it too
+        ([20, 21, 1, 1], None, "2 of 2 end with '<eos>' twice"),
+        ([20, 21, 1, 2, 1], None, "2 of 2 end with '<eos>' twice"),  # a space between them
+        ([20, 1, 21, 1], None, None),
+    ],
+)
+def test_v82_ends_that_are_doubled_or_no_targets_are_named(caplog, ids, labels, said):
+    tokenizer, model = tokenizer_with(PLAIN), tiny_llama()
+    tokenizer.decode = lambda ids: " " if ids == [2] else "w"
+    model.generation_config.eos_token_id = [1, 18]
+    row = {"input_ids": ids} if labels is None else {"input_ids": ids, "labels": labels}
+    say_what_is_odd(Dataset.from_list([row] * 2), tokenizer, model, "train")
+    assert said in caplog.text if said else not caplog.records
 
 
 def test_v82_a_stream_whose_first_documents_have_no_targets_is_refused_without_reading_it_all(tmp_path):

@@ -238,3 +238,107 @@ def test_multi_turn_tool_calls_are_tokenized_and_masked_as_they_are(tmp_path, qw
     assert targets.count("<|im_end|>") == 3
     assert "do it" not in targets
     trainer.train()
+
+
+ONLY_TWO = PLAIN.replace("{{ m.role + ': '", "{% if m.role in ('user', 'assistant') %}{{ m.role + ': '").replace(
+    "{% endfor %}", "{% endif %}{% endfor %}"
+)
+CALL = {"type": "function", "function": {"name": "call", "arguments": {"a": 1}}}
+
+
+def parts(content):
+    return [{"type": "text", "text": content}]
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "lost"),
+    [
+        ({"messages": [{"role": "system", "content": "w9 w8"}, *chat("w1", "w2")]}, ONLY_TWO, "the system says: 'w9"),
+        ({"messages": [*chat("w1", "w2"), {"role": "tool", "content": "w9"}]}, ONLY_TWO, "what the tool says: 'w9'"),
+        ({"messages": chat("w1", "w2"), "tools": [CALL]}, PLAIN, "all tools, such as 'call'"),
+        (
+            {"messages": [*chat("w1"), {"role": "assistant", "content": "", "tool_calls": [CALL]}]},
+            PLAIN,
+            "that of 'call'",
+        ),
+        ({"messages": chat(parts("w1"), parts("w2"))}, PLAIN.replace("m.content", "m.content|string"), "as Python"),
+        # what is written in another form is not lost
+        ({"messages": chat('w1 "w2"', "w3")}, PLAIN.replace("m.content", "m.content|tojson"), None),
+        ({"messages": chat("  w1\n\n  w2 ", "w3")}, PLAIN.replace("m.content", "m.content|trim|upper|lower"), None),
+        ({"messages": chat("/no_think" + 9 * " w1 w2", "w3")}, PLAIN.replace("m.content", "m.content[9:]"), None),
+    ],
+    ids=["system", "tool", "tools", "calls", "parts", "JSON", "trimmed", "its end"],
+)
+def test_v82_messages_of_which_the_template_writes_nothing_are_refused(row, template, lost, caplog):
+    rows = Dataset.from_list([row])
+    with nullcontext() if lost is None else pytest.raises(DatasetError, match=lost):
+        checks(template).before(rows, "train")
+    checks(template, mode="warn").before(rows, "train")
+    assert ("1 of 1 conversations lose something" in caplog.text) is (lost is not None)
+
+
+KEEPS = PLAIN.replace("m.content +", "(m.reasoning_content or '') + m.content +")
+KEEPS_LAST = KEEPS.replace("m.reasoning_content or ''", "m.reasoning_content if loop.last else ''")
+THOUGHTS = ({"reasoning_content": "Okay, the user is asking w7"}, {"reasoning_content": "Okay, the user is asking w8"})
+
+
+@pytest.mark.parametrize(
+    ("answers", "template", "said"),
+    [
+        (THOUGHTS, PLAIN, "the reasoning of 2 of 2 turns"),
+        (THOUGHTS, KEEPS_LAST, "the reasoning of 1 of 2 turns"),
+        (THOUGHTS, KEEPS, None),
+        (({"content": "<think>w7</think>w2"}, {"content": "<think>w8</think>w2"}),
+         PLAIN.replace("m.content +", "m.content.split('</think>')[-1] +"), "the reasoning of 2 of 2 turns"),
+        (({}, {}), PLAIN.replace("m.content +", "('' if m.role == 'assistant' else m.content) +"),
+         "the text of 2 of 2 answers"),
+    ],
+    ids=["a key it does not know", "all turns but the last", "none is lost", "in tags", "answers"],
+)  # fmt: skip
+def test_v83_reasoning_that_the_template_leaves_out_is_counted(answers, template, said, caplog):
+    turns = [
+        turn
+        for answer in answers
+        for turn in ({"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2", **answer})
+    ]
+    checks(template).before(Dataset.from_list([{"messages": turns}]), "train")
+    assert (f"leaves out {said}" in caplog.text) if said else "leaves out" not in caplog.text
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_v84_prompts_of_text_that_merge_with_their_completions_are_refused(qwen, streaming):
+    names = {"dataset": Dataset.from_list([{"prompt": "two and two is ", "completion": "four"}] * 2)}
+    looked = TemplateChecks(qwen, None, "strict", False)
+    rows = names["dataset"].to_iterable_dataset() if streaming else names["dataset"]
+    with pytest.raises(DatasetError, match="the last token of 2 of 2 prompts merges") as refused:
+        looked.before(rows, "train")
+    exec(f"dataset = {refused.value.mend}", names)
+    looked.before(names["dataset"], "train")
+    assert names["dataset"][0] == {"prompt": "two and two is", "completion": " four"}
+
+
+def test_v84_questions_in_a_completion_are_named_where_they_are_trained_on(caplog):
+    rows = Dataset.from_list([{"prompt": chat("w1"), "completion": [*chat("w2", "w3")][::-1]}])
+    TemplateChecks(tokenizer_with(PLAIN), None, "warn", False, answers_only=True).before(rows, "train")
+    assert "hold turns of" not in caplog.text
+    checks(PLAIN, mode="warn").before(rows, "train")
+    assert "1 of 1 completions hold turns of user" in caplog.text
+
+
+def test_v84_rows_are_looked_at_all_over_a_data_set_and_not_only_at_its_beginning():
+    rows = chats(300).to_list() + [{"messages": [{"role": "system", "content": "w9 w8"}, *chat("w1", "w2")]}] * 20
+    with pytest.raises(DatasetError, match="what the system says"):
+        checks(ONLY_TWO).before(Dataset.from_list(rows), "train")
+
+
+def test_a_processor_of_images_renders_text_as_it_is_trained_on(caplog):
+    """Its template takes contents in parts, and writes nothing of a text."""
+    from transformers import CLIPImageProcessor, LlavaProcessor
+
+    template = PLAIN.replace("m.content +", "m.content[0].text +")
+    tokenizer = tokenizer_with(None)
+    tokenizer.image_token, tokenizer.image_token_id = "<t>", 5
+    processor = LlavaProcessor(image_processor=CLIPImageProcessor(), tokenizer=tokenizer, chat_template=template)
+    caplog.clear()
+    TemplateChecks(tokenizer, None, "strict", False, processor).before(chats(), "train")
+    assert not caplog.records
