@@ -51,9 +51,10 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
             cut or dropped is counted in the summary.
         chat_template_kwargs: passed to the chat template of every conversation, for example
             {"enable_thinking": False}, without which Qwen3.8's template writes a line on reasoning effort into each.
-        template_check: look at the first 100 conversations as they are rendered for training and for inference:
-            "strict" refuses a line on reasoning effort that was not asked for, tool calls filled up with null, and
-            completions whose prompt is rendered in another way; "warn" says so; "off" looks at nothing.
+        template_check: look at 100 conversations as they are rendered for training and for inference: "strict"
+            refuses a line on reasoning effort that was not asked for, tool calls filled up with null, messages and
+            tools that the template leaves out, questions among the targets of `assistant_only_loss`, and completions
+            whose prompt is rendered or tokenized in another way; "warn" says so; "off" looks at nothing.
         exclude_generation_prompt: tokens that the prompt supplies at inference (an empty reasoning block, for
             example) are no targets. Renders and tokenizes every conversation once more.
         kernel_assertion: "strict" refuses to train on a slow or unproven kernel, "warn" says so, "off" looks at

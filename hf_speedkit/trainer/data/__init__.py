@@ -2,7 +2,7 @@
 
 - rows before tokenization: before_weights, inputs, raw_rows
 - chat templates and masks: conversation_checks, conversation_refusals, templates
-- documents: preparation, positions
+- documents: preparation, positions, document_ends
 - a stream: streaming
 - a resumed run: resume
 """

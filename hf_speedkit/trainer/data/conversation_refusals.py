@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_speedkit.core.errors import DatasetError
+from hf_speedkit.packing.boundaries import IGNORE_INDEX
 from hf_speedkit.trainer.data.conversation_checks import Messages, Render, rendered_or_none
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -231,7 +232,7 @@ def lost_answers(conversations: Sequence[tuple[Messages, dict[str, Any]]], rende
 
 
 def _thoughts(message: Mapping[str, Any]) -> list[str]:
-    content = message.get("content")
+    content: Any = message.get("content")
     inside = content.split("</think>")[0].split("<think>")[-1] if _thinks(content) else ""
     found = [message.get(key) for key in _REASONING] + [inside]
     return [thought for thought in found if isinstance(thought, str) and thought.strip()]
@@ -239,6 +240,32 @@ def _thoughts(message: Mapping[str, Any]) -> list[str]:
 
 def _thinks(content: Any) -> bool:
     return isinstance(content, str) and "</think>" in content
+
+
+def trained_question_tokens(
+    messages: Messages, text: str, offsets: Sequence[tuple[int, int]], labels: Sequence[int]
+) -> tuple[int, int]:
+    """Tokens of what others than the assistant say: how many are targets, and how many there are.
+
+    Args:
+        messages: a conversation.
+        text: as it was rendered for training.
+        offsets: where each token lies in the text.
+        labels: of the tokens, -100 where one is no target.
+    """
+    spans, cursor = [], 0
+    for message in messages:
+        for said in _texts(message.get("content")):
+            at = text.find(said.strip(), cursor)
+            if at >= 0:
+                cursor = at + len(said.strip())
+                spans += [(at, cursor)] if message["role"] != "assistant" else []
+    inside = [
+        label != IGNORE_INDEX
+        for (start, stop), label in zip(offsets, labels, strict=True)
+        if stop > start and any(first <= start and stop <= last for first, last in spans)
+    ]
+    return sum(inside), len(inside)
 
 
 def _texts(content: Any) -> list[str]:

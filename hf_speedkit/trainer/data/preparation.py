@@ -28,7 +28,15 @@ from hf_speedkit.trainer.data.inputs import (
     with_template_kwargs,
 )
 from hf_speedkit.trainer.data.positions import check_lengths
-from hf_speedkit.trainer.data.raw_rows import answered, checked_stream, columns_of, formatted, is_pair, one_format
+from hf_speedkit.trainer.data.raw_rows import (
+    answered,
+    as_rows,
+    checked_stream,
+    columns_of,
+    formatted,
+    is_pair,
+    one_format,
+)
 from hf_speedkit.trainer.data.templates import MaskCheck, TemplateChecks, log_example
 from hf_speedkit.trainer.precision_rules import refuse_half_weights
 from hf_speedkit.trainer.ranks.agreement import agree
@@ -49,6 +57,7 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
     ) -> Any:
         """TRL's tokenization and masks, the template looked at before them; its packing is replaced by ours."""
         streaming = isinstance(dataset, IterableDataset)
+        dataset = as_rows(dataset)
         if packing and streaming:
             dataset = share_of_rank(dataset, rank=args.process_index, world_size=args.world_size)
         tokenized = "input_ids" in columns_of(dataset)

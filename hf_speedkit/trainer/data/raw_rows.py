@@ -36,6 +36,13 @@ def is_pair(columns: Any) -> bool:
     return set(_PAIR) <= set(columns)
 
 
+def as_rows(dataset: Any) -> Any:
+    """The dataset in a format whose rows are dictionaries: TRL's maps lose the columns of tables (pandas, arrow)."""
+    if isinstance(dataset, IterableDataset):
+        return dataset.with_format(None)
+    return dataset.with_format(None) if dataset.format["type"] in ("pandas", "arrow", "polars") else dataset
+
+
 def one_format(dataset: Any, text_field: str) -> Any:
     """The dataset with the columns of one format: prompt and completion, else messages, else text.
 

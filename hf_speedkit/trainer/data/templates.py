@@ -35,6 +35,7 @@ from hf_speedkit.trainer.data.conversation_refusals import (
     refuse_lost_messages,
     refuse_missing_template,
     refuse_weighed_messages,
+    trained_question_tokens,
     written_roles,
 )
 from hf_speedkit.trainer.data.document_ends import sample_rows
@@ -46,6 +47,8 @@ _SHOWN_TOKENS = 120
 _ANY_LENGTH = 1 << 62
 _SAMPLED_STREAM_ROWS = 10_000
 _TOLERATED_DRY_SHARE = 0.01
+# A question may be taken for a like word nearby; where a mask is wrong, whole turns are.
+_TOLERATED_QUESTIONS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +101,15 @@ class TemplateChecks:
             logger.warning("%s documents: %s", name, warning)
 
     def after(self, dataset: Dataset | IterableDataset, name: str, **map_arguments: Any) -> Dataset | IterableDataset:
-        """Take the tokens of generation prompts out of the targets, where that was asked for.
+        """Take the tokens of generation prompts out of the targets, where that was asked for; look at answers' masks.
 
         Args:
             dataset: tokenized by TRL, its messages still there.
             name: "train" or the name of an evaluation set, for the log.
             map_arguments: handed to `Dataset.map`.
         """
+        if self.answers_only and self.mode != "off":
+            self._refuse(lambda: self._refuse_trained_questions(sample_rows(dataset)), name)
         columns = dataset.column_names  # None: a stream that does not know its columns
         if not self.exclude_generation_prompt or (columns is not None and "messages" not in columns):
             return dataset
@@ -137,6 +142,28 @@ class TemplateChecks:
                 excluded += 1
         return {"labels": labels, "generation_prompt_tokens": excluded}
 
+    def _refuse_trained_questions(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse a mask of answers that holds questions.
+
+        transformers 5.23 marks everything behind a generation span whose last character belongs to no token, such as a
+        space that the tokenizer strips (huggingface/transformers#47325).
+        """
+        trained = found = 0
+        for row in rows:
+            for messages, arguments in conversations_of([row]):
+                text = self._train(messages, **arguments)
+                encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+                if list(encoded["input_ids"]) == list(row["input_ids"]):
+                    counts = trained_question_tokens(messages, text, encoded["offset_mapping"], row["labels"])
+                    trained, found = trained + counts[0], found + counts[1]
+        if trained > _TOLERATED_QUESTIONS * found:
+            raise DatasetError(
+                f"assistant_only_loss was asked for, and {trained:,} of {found:,} tokens of questions are targets",
+                evidence=(f"in the {len(rows)} conversations that were looked at",),
+                mend="end each generation span of the template on a character that is part of a token, not on a space",
+                regardless='template_check="warn"',
+            )
+
     def _refuse(self, check: Any, name: str) -> Any:
         try:
             return check()
@@ -155,7 +182,7 @@ class TemplateChecks:
     def _render(self, messages: Messages, **arguments: Any) -> str:
         renderer = self.tokenizer
         if isinstance(self.processor, ProcessorMixin):  # of images, whose templates take contents in parts: as TRL does
-            renderer, messages = self.processor, prepare_multimodal_messages(list(messages))  # type: ignore[arg-type]
+            renderer, messages = self.processor, prepare_multimodal_messages(list(messages))
         text: str = renderer.apply_chat_template(messages, tokenize=False, **arguments)
         return text
 

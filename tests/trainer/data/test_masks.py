@@ -44,6 +44,17 @@ def test_v82_a_mask_that_masks_nothing_is_refused(tmp_path, streaming):
         trainer_for(tmp_path, dataset, everything, assistant_only_loss=True, template_check="off")
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_v82_a_mask_of_answers_that_holds_questions_is_refused(tmp_path, caplog, streaming):
+    """transformers 5.23 marks all that follows a span whose last character is part of no token (issue 47325)."""
+    spaced = MARKED.replace("' <eos>' }}{% endgeneration %}", "' <eos> ' }}{% endgeneration %}")
+    rows = chats().to_iterable_dataset() if streaming else chats()
+    with pytest.raises(DatasetError, match="6 of 15 tokens of questions are targets"):
+        trainer_for(tmp_path, rows, spaced, assistant_only_loss=True)
+    trainer_for(tmp_path, rows, spaced, assistant_only_loss=True, template_check="warn")
+    assert "tokens of questions are targets" in caplog.text
+
+
 @pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 def test_v82_prompts_of_one_token_are_a_mask_and_prompts_of_none_are_not(tmp_path, packing, streaming):

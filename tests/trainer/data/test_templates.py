@@ -340,5 +340,5 @@ def test_a_processor_of_images_renders_text_as_it_is_trained_on(caplog):
     tokenizer.image_token, tokenizer.image_token_id = "<t>", 5
     processor = LlavaProcessor(image_processor=CLIPImageProcessor(), tokenizer=tokenizer, chat_template=template)
     caplog.clear()
-    TemplateChecks(tokenizer, None, "strict", False, processor).before(chats(), "train")
+    TemplateChecks(tokenizer, None, "strict", False, processor=processor).before(chats(), "train")
     assert not caplog.records
