@@ -76,8 +76,6 @@ def check_dataset(
     _refuse_idle_mask(columns, completion_only_loss, name)
     if assistant_only_loss and formatting_func is None:
         refuse_plain_rows(dataset, columns, name)
-    if streaming:
-        return
     usable = (
         bool({"input_ids", "messages", "conversations", text_field} & columns)
         or {"prompt", "completion"} <= columns
@@ -87,12 +85,12 @@ def check_dataset(
         raise DatasetError(
             f"the {name} dataset has no column to train on",
             evidence=(f"columns: {', '.join(sorted(columns))}",),
-            mend=_renaming(dataset[0])
+            mend=_renaming(next(iter(dataset)))
             or f'give it "messages" (chat), "prompt" and "completion", or "{text_field}" (plain text; '
             "dataset_text_field names another column)",
         )
-    if formatting_func is not None and "input_ids" not in columns:
-        return
+    if streaming or (formatting_func is not None and "input_ids" not in columns):
+        return  # a stream's rows are looked at as they pass, see `checked_stream`
     check_raw_rows(dataset, text_field, name)
     if "input_ids" not in columns and not is_pair(columns):
         _check_conversations(dataset, name)
