@@ -284,7 +284,7 @@ def _advice(checks: Sequence[KernelCheck], stack: Stack, missing_cuda: bool) -> 
         alone = stands_alone(check.function for check in checks)
         remarks.append(f"{NO_COMPILER if alone else COMPILER}{'' if stack.nvcc else ', and this machine has no nvcc'}.")
     if stack.capability is None:
-        remarks.append("No GPU was found: fused kernels need one. --gpu h200 judges for a GPU that is not here.")
+        remarks.append(_why_no_gpu(stack))
     if missing_cuda or (failing and _has_no_cuda_build(stack)):
         torch = stack.versions["torch"]
         remarks.insert(0, f"First install a CUDA build of torch: {torch} has no CUDA, and kernels cannot run with it.")
@@ -295,6 +295,27 @@ def _advice(checks: Sequence[KernelCheck], stack: Stack, missing_cuda: bool) -> 
     # One of two commands for the same package may carry a pin of another: the longer says more.
     kept = [c for c in dict.fromkeys(commands) if not any(c != other and other.startswith(c) for other in commands)]
     return tuple(kept), tuple(dict.fromkeys(remarks))
+
+
+def _why_no_gpu(stack: Stack) -> str:
+    """What to say where torch shows no GPU: that there is none, or why torch cannot use the one that is there."""
+    from hf_speedkit.measure.environment import visible_gpus
+
+    gpus = visible_gpus()
+    if not gpus or stack.cuda is None:
+        return "No GPU was found: fused kernels need one. --gpu h200 judges for a GPU that is not here."
+    import torch
+
+    cuda: Any = torch.cuda
+    try:
+        cuda.init()
+        why = "it does not say why"
+    except Exception as error:  # noqa: BLE001 (whatever keeps torch from the GPU is what is to be told)
+        why = " ".join(str(error).split())[:300]
+    return (
+        f"The driver shows {gpus[0].name}, and torch {stack.versions.get('torch', '?')} (CUDA {stack.cuda}) cannot use "
+        f"it: {why}. Training would run on the CPU."
+    )
 
 
 def _stack(gpu: str | None) -> Stack:

@@ -6,6 +6,8 @@ import re
 
 _CACHE = "export TRITON_CACHE_DIR=/tmp/triton-$USER  # a folder on a local disk, for this user and node alone"
 _COMPILER = "apt-get install -y gcc python3-dev  # Triton compiles a launcher for each kernel; or set CC"
+_DRIVER = "nvidia-smi  # fails where the driver is not in this container (docker run --gpus all) or not on this machine"
+_NO_DRIVER = r"0 active drivers|libcuda\.so|libnvidia-ml|CUDA driver version is insufficient|driver .* too old"
 _FAULTS: tuple[tuple[str, str], ...] = (
     # Triton without a C compiler, or with one and no Python.h: every slim container image.
     (r"Failed to find C compiler|CalledProcessError.*(gcc|cc|clang)|Python\.h", _COMPILER),
@@ -15,6 +17,7 @@ _FAULTS: tuple[tuple[str, str], ...] = (
         r"|failed to map segment|cannot stat shared object|Disk quota",
         _CACHE,
     ),
+    (_NO_DRIVER, _DRIVER),
     (
         r"no kernel image is available",
         'pip install --force-reinstall "torch>=2.11"  # a build that holds kernels for this GPU: its CUDA decides',
@@ -36,3 +39,8 @@ def way_out_of(detail: str) -> str | None:
         detail: what a probe said, with class and first line of the error.
     """
     return next((way for pattern, way in _COMPILED if pattern.search(detail)), None)
+
+
+def way_to_the_driver(detail: str) -> str | None:
+    """What to do about an import that found no GPU driver, which no installation mends; None for any other error."""
+    return _DRIVER if re.search(_NO_DRIVER, detail, re.IGNORECASE) else None

@@ -198,7 +198,7 @@ def judge_attention(
     if implementation in FLASH_PACKAGES:
         return judge_flash(implementation, live=live)
     if implementation == "flex_attention":
-        return Judgement(verdict=KernelVerdict.FUSED, evidence="torch flex_attention")
+        return _judge_flex(live=live)
     if is_hub_name(implementation):
         return Judgement(verdict=KernelVerdict.FUSED, evidence=f"{implementation}, loaded from the Hub")
     if _is_ours(implementation):
@@ -265,6 +265,22 @@ def _judge_sdpa(tokens_per_batch: int | None, *, live: bool) -> Judgement:
             f"boundaries instead needs no mask and computes the documents only"
         )
     return Judgement(verdict=KernelVerdict.FUSED, evidence=f"{evidence}, {mask}", reason=reason)
+
+
+def _judge_flex(*, live: bool) -> Judgement:
+    evidence = "torch flex_attention"
+    if live:
+        import torch._dynamo
+
+        if torch._dynamo.config.disable:
+            return Judgement(
+                verdict=KernelVerdict.FALLBACK,
+                evidence=evidence,
+                reason="torch.compile is switched off (TORCH_COMPILE_DISABLE), and without it flex attention builds "
+                "the scores of every head",
+                fix="unset TORCH_COMPILE_DISABLE",
+            )
+    return Judgement(verdict=KernelVerdict.FUSED, evidence=evidence)
 
 
 def _judge_experts(implementation: str) -> Judgement:

@@ -135,11 +135,7 @@ class _Layers:
         if outcome.verdict is not KernelVerdict.FUSED:
             reason = f"on {where}, as a part of its layer: {outcome.detail}"
             leaks = outcome.verdict is KernelVerdict.NO_BOUNDARIES  # whatever the package, the layer drops them
-            fix = (
-                "packing=False  # padded rows for this family"
-                if leaks
-                else way_out_of(outcome.detail) or _way_out(check)
-            )
+            fix = "packing=False  # padded rows for this family" if leaks else _way_out(check, outcome.detail)
             return replace(check, verdict=outcome.verdict, reason=reason, fix=fix)
         evidence = f"{check.evidence}; ran both ways on {where} as a part of its layer, {outcome.detail}"
         return replace(check, evidence=evidence, first_call_s=None if again else outcome.first_call_s)
@@ -203,15 +199,18 @@ def _probed(check: KernelCheck, target: Target) -> KernelCheck:
     where = f"{place(target.device)} in {str(target.dtype).removeprefix('torch.')}"
     if outcome.verdict is not KernelVerdict.FUSED:
         reason = f"on {where}: {outcome.detail}"
-        return replace(check, verdict=outcome.verdict, reason=reason, fix=way_out_of(outcome.detail) or _way_out(check))
+        return replace(check, verdict=outcome.verdict, reason=reason, fix=_way_out(check, outcome.detail))
     evidence = f"{check.evidence}; ran both ways on {where}, {outcome.detail}"
     if outcome.call_s is not None and outcome.first_call_s is not None:
         evidence += f", first call {outcome.first_call_s:.1f} s, then {1e3 * outcome.call_s:.1f} ms"
     return replace(check, evidence=evidence, first_call_s=outcome.first_call_s, call_s=outcome.call_s)
 
 
-def _way_out(check: KernelCheck) -> str | None:
-    """What to do about a kernel that ran and was wrong: another version of its package, or nothing of the kind."""
+def _way_out(check: KernelCheck, detail: str) -> str | None:
+    """What to do about a kernel that ran and was wrong: the machine's part of it, or another version of its package."""
+    of_the_machine = way_out_of(detail)
+    if of_the_machine is not None:
+        return of_the_machine
     if check.function == "attention":
         return 'attn_implementation="sdpa", packed_attention="keep"'
     requirement = FUNCTIONS.get(check.function)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 from hf_speedkit.core.records import KernelCheck, KernelRequirement, KernelVerdict
+from hf_speedkit.kernels.faults import way_to_the_driver
 from hf_speedkit.kernels.imports import ImportOutcome, ImportStatus, installed_version
 from hf_speedkit.kernels.layout import BoundTo, LiveFunction
 from hf_speedkit.kernels.requirements import CALLED_WITH, CALLED_WITH_BY
@@ -171,6 +172,9 @@ def command_that_mends(requirement: KernelRequirement, outcome: ImportOutcome) -
         return f"rename {outcome.shadow}: its name is taken by a package"
     if outcome.status is ImportStatus.LACKS:
         return upgrade_command(requirement)
+    driver = way_to_the_driver(outcome.detail or "")
+    if driver is not None:
+        return driver
     missing = re.search(r"No module named '([\w.]+)'", outcome.detail or "")
     module = missing.group(1).partition(".")[0] if missing else ""
     if module in _REQUIREMENTS:

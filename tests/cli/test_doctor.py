@@ -8,11 +8,12 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from hf_speedkit.cli.doctor import NO_COMPILER, diagnose_model
 from hf_speedkit.cli.main import app
-from hf_speedkit.core.records import KernelVerdict
+from hf_speedkit.core.records import GpuInfo, KernelVerdict
 from hf_speedkit.kernels.compatibility import Stack
 
 pytestmark = pytest.mark.usefixtures("kernels_tests_on_the_path")
@@ -85,6 +86,21 @@ def test_v52_without_nvcc_one_paragraph_says_why_and_no_command_tries_to_build(f
     assert result.exit_code == 1
     assert result.output.count(f"{NO_COMPILER}, and this machine has no nvcc.") == 1
     assert "causal-conv1d>=1.7" not in result.output
+
+
+def test_v51_a_gpu_that_the_driver_shows_and_torch_cannot_use_is_not_called_absent(monkeypatch):
+    """A driver older than torch's CUDA: `torch.cuda.is_available()` is False, and training runs on the CPU."""
+
+    def refused():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020)")
+
+    gpu = GpuInfo(name="NVIDIA H200", memory_gib=139.0, compute_capability=(9, 0))
+    monkeypatch.setattr("hf_speedkit.measure.environment.visible_gpus", lambda: (gpu,))
+    monkeypatch.setattr(torch.cuda, "init", refused)
+    found = diagnose_model("m", AutoConfig.for_model("llama"), stack=stack(capability=None), slots=64)
+    (remark,) = [remark for remark in found.remarks if "NVIDIA H200" in remark]
+    assert "too old (found version 12020)" in remark
+    assert not any("No GPU was found" in remark for remark in found.remarks)
 
 
 def test_v48_judged_for_a_hopper_gpu_the_command_pins_triton(folder):

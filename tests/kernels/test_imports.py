@@ -107,6 +107,12 @@ def test_a_missing_module_is_installed_by_name_only_where_pip_is_known_to_know_i
     assert command_that_mends(KERNELS["selective_scan_fn"], outcome).startswith(command)
 
 
+def test_v52_an_import_without_a_driver_is_mended_by_no_installation():
+    detail = "RuntimeError: 0 active drivers ([]). There should only be one."
+    outcome = ImportOutcome(status=ImportStatus.FAILS, detail=detail)
+    assert command_that_mends(KERNELS["chunk_gated_delta_rule"], outcome).startswith("nvidia-smi")
+
+
 def test_a_package_without_metadata_has_no_version():
     assert installed_version("causal_conv1d") is None
     assert installed_version("torch") is not None

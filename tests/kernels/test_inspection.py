@@ -148,6 +148,16 @@ def test_v57_sdpa_with_its_fused_kernels_switched_off_is_a_fallback(monkeypatch,
     assert verdicts(check_kernels(tiny_model("llama"), tokens_per_batch=slots)) == {"attention": verdict}
 
 
+@pytest.mark.parametrize(("disabled", "verdict"), [(True, KernelVerdict.FALLBACK), (False, KernelVerdict.FUSED)])
+def test_v57_flex_attention_that_nothing_compiles_is_a_fallback(disabled, verdict):
+    import torch._dynamo
+
+    model = tiny_model("llama")
+    model.set_attn_implementation("flex_attention")
+    with torch._dynamo.config.patch(disable=disabled):
+        assert verdicts(check_kernels(model)) == {"attention": verdict}
+
+
 def torch_chunk_gated_delta_rule(query): ...
 
 
