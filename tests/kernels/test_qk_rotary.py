@@ -7,7 +7,7 @@ from types import FunctionType
 import pytest
 import torch
 from kernel_models import packed_row, random_documents, summed_loss, tiny_model
-from rotary_models import fused, small
+from rotary_models import fused, loss_and_gradients, small
 from transformers import DynamicCache
 from transformers.models.qwen3 import modeling_qwen3
 
