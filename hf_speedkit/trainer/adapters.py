@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,58 @@ def require_adapters(settings: Mapping[str, object]) -> None:
         )
 
 
+def require_targets(model_args: ModelConfig, config: Any) -> None:
+    """Refuse adapters on layers that the model has not got: peft says so once the weights are there, or of some never.
+
+    Args:
+        model_args: TRL's. Read here: `use_peft`, `lora_target_modules`, `lora_r`, `lora_dropout`.
+        config: of the model, as transformers loads it.
+
+    Raises:
+        ConfigurationError: the names, and those of the model's linear layers; a rank or a dropout that is none.
+    """
+    if not model_args.use_peft:
+        return
+    if model_args.lora_r < 1 or not 0 <= model_args.lora_dropout < 1:
+        raise ConfigurationError(
+            f"lora_r={model_args.lora_r} with lora_dropout={model_args.lora_dropout} makes no adapter",
+            mend="lora_r is a whole number from 1 up (16), lora_dropout a number from 0 up and below 1 (0.05)",
+        )
+    targets = _targets(model_args.lora_target_modules)
+    if not targets:
+        return
+    modules = _module_names(config)
+    # Layers by number, and what is written as a pattern, may be beyond the few layers that are looked at.
+    absent = [name for name in targets if re.fullmatch(r"[a-z_]\w*", name) and name not in modules]
+    if modules and absent:
+        raise ConfigurationError(
+            f"lora_target_modules names {', '.join(absent)}, and the model has no such layer",
+            evidence=(f"its linear layers: {', '.join(sorted(name for name, linear in modules.items() if linear))}",),
+            mend="leave lora_target_modules out: all linear layers but the head are adapted",
+        )
+
+
+def _targets(given: list[str] | str | None) -> list[str]:
+    """Names as a list. TRL 1.16 takes a list of one apart, and peft then reads the name as a pattern of whole paths."""
+    if isinstance(given, str):
+        return [given] if re.fullmatch(r"\w+", given) else []
+    return list(given or ())
+
+
+def _module_names(config: Any) -> dict[str, bool]:
+    """Last parts of the model's module names, and whether they are linear layers; empty where none can be made."""
+    import torch
+
+    from hf_speedkit.kernels.skeleton import model_skeleton
+
+    try:
+        model = model_skeleton(config, device=torch.device("meta"), dtype=torch.bfloat16)
+    except Exception:  # noqa: BLE001 (configs raise what they like; peft looks at the model itself)
+        return {}
+    head = {"lm_head": False}  # not where the text part alone was made
+    return head | {name.rpartition(".")[2]: isinstance(m, torch.nn.Linear) for name, m in model.named_modules() if name}
+
+
 def adapter_config(model_args: ModelConfig) -> Any:
     """Give TRL's adapter config of a job, on all linear layers but the head unless it names others; None without."""
     if not model_args.use_peft:
@@ -58,6 +111,9 @@ def adapter_config(model_args: ModelConfig) -> Any:
     # peft knows default layers for some families only and raises for the rest, after the model has been loaded.
     if config.target_modules is None and config.target_parameters is None:
         config.target_modules = "all-linear"
+    one = _targets(model_args.lora_target_modules)
+    if isinstance(config.target_modules, str) and len(one) == 1:
+        config.target_modules = set(one)
     return config
 
 

@@ -11,6 +11,7 @@ from hf_speedkit.core.families import refuse_leaking_family
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
 from hf_speedkit.kernels.imports import is_installed
 from hf_speedkit.kernels.requirements import stands_alone
+from hf_speedkit.trainer.adapters import require_targets
 from hf_speedkit.trainer.hub_access import HubName, require_hub, require_login
 from hf_speedkit.trainer.memory.check import require_memory_of
 from hf_speedkit.trainer.optional_packages import require_attention, require_packages
@@ -62,7 +63,7 @@ def require_before_loading(model_args: Any, args: SpeedSFTConfig) -> None:
     Raises:
         KernelAssertionError, PackingError: see `require_kernels`.
         HardwareError: see `require_memory`.
-        ConfigurationError: see `require_packages` and `refuse_half_weights`.
+        ConfigurationError: see `require_packages`, `refuse_half_weights` and `require_targets`.
     """
     require_packages(args)
     if not model_args.use_peft:  # adapters have a type of their own, float32 beside 16 bits (peft)
@@ -71,6 +72,9 @@ def require_before_loading(model_args: Any, args: SpeedSFTConfig) -> None:
     attention, dtype = model_args.attn_implementation, model_args.dtype
     # Whether the weights will be read, or drawn, is the recipe's to know: `require_hub_for` has asked for them.
     require_kernels(name, args, revision=revision, attn_implementation=attention, dtype=dtype, weights=False)
+    subject = _config(name, {} if revision is None else {"revision": revision})
+    if subject is not None:
+        require_targets(model_args, subject)
     require_memory_of(model_args, args)
 
 

@@ -1,11 +1,12 @@
 """LoRA and QLoRA: refused early where they cannot work, adapted where nothing is said."""
 
 import pytest
+from support import tiny_llama
 from trl import ModelConfig
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.trainer import adapters
-from hf_speedkit.trainer.adapters import adapter_config, require_adapters
+from hf_speedkit.trainer.adapters import adapter_config, require_adapters, require_targets
 
 
 @pytest.fixture
@@ -58,3 +59,33 @@ def test_all_linear_layers_are_adapted_unless_others_are_named(named, adapted):
     config = adapter_config(ModelConfig(use_peft=True, lora_target_modules=named))
     assert config.target_modules == adapted
     assert (config.r, config.lora_alpha) == (16, 32)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"lora_target_modules": ["q_proj", "c_attn"]}, r"names c_attn, .*\n.*down_proj, .*q_proj"),
+        ({"lora_target_modules": ["c_attn"]}, "names c_attn"),  # TRL makes a text of a list of one
+        ({"lora_r": 0}, "lora_r is a whole number from 1 up"),
+        ({"lora_dropout": 2.0}, "from 0 up and below 1"),
+        ({"lora_target_modules": ["q_proj", "lm_head", "layers.63.self_attn.q_proj"]}, None),
+        ({"lora_target_modules": [r".*\.\d+\.self_attn\.q_proj"]}, None),
+        ({"lora_target_modules": ["all-linear"]}, None),
+        ({}, None),
+        ({"use_peft": False, "lora_target_modules": ["c_attn"]}, None),
+    ],
+    ids=["one of two", "one", "rank", "dropout", "there", "a pattern", "all", "none", "no adapters"],
+)
+def test_adapters_on_layers_that_are_not_there_are_refused_from_the_config(given, said):
+    args = ModelConfig(**{"use_peft": True, **given})
+    if said is None:
+        require_targets(args, tiny_llama().config)
+        return
+    with pytest.raises(ConfigurationError, match=said):
+        require_targets(args, tiny_llama().config)
+
+
+def test_a_single_name_is_a_name_and_no_pattern():
+    pytest.importorskip("peft", reason="pip install peft")
+    args = ModelConfig(use_peft=True, lora_target_modules=["q_proj"])
+    assert adapter_config(args).target_modules == {"q_proj"}
