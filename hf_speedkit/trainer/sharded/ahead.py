@@ -137,16 +137,16 @@ def let_go_of_unused(model: Any, stack: ExitStack, *, compiled: bool = False) ->
 
 def _drop(group: Any) -> None:
     """Forget a gather that nobody has waited for, and free what it wrote to."""
-    stream = group.device_handle.current_stream()
     if (result := group._all_gather_result) is not None:
         if result.all_gather_event is not None:
-            stream.wait_event(result.all_gather_event)
+            group.device_handle.current_stream().wait_event(result.all_gather_event)
         if isinstance(result.all_gather_work, dist.Work):
             result.all_gather_work.wait()
         group._all_gather_result = None
-    # torch's own flat result is gone with it; memory of the weights themselves is in use with gathered weights only.
+    # torch's own flat result is gone with it; the weights' own memory is in use with gathered weights only. All of a
+    # group's is taken and freed together, so the first one tells.
     written = group.fsdp_params[0].all_gather_outputs if group.is_sharded and group.fsdp_params else ()
-    if any(output.untyped_storage().size() for output in written):
+    if written and written[0].untyped_storage().size():
         for param in group.fsdp_params:
             param.free_unsharded_param()
 
