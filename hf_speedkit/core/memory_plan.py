@@ -236,7 +236,8 @@ class _State:
         """The embedding's reduce-scatter: its input, where it is a copy of the gradient, and its output, a shard."""
         if self.shards == 1:
             return 0.0
-        return self._model.embedding * BF16_BYTES * ((0 if self._job.zero_copy else 1) + 1 / self.shards)
+        copied = not self._job.zero_copy or self.shards < self._job.gpus  # torch's own code reduces hybrid shards
+        return self._model.embedding * BF16_BYTES * (copied + 1 / self.shards)
 
     def _weights_of(self, index: int) -> float:
         layer = self._model.layers[index]

@@ -154,6 +154,16 @@ def test_shards_of_one_host_are_larger_than_those_of_all():
     hybrid = parts(MODEL, gpus=16, shards=8)
     assert hybrid.parts["weights"] == 2 * P / 8
 
+    def at_embedding(**job):
+        found = memory_plan._phases(SMALL, PURE_BF16, MemoryJob(**job))
+        return next(parts["gathered"] for phase, parts in found if phase == "gradient of the embedding")
+
+    size = 2 * SMALL.embedding
+    assert at_embedding(gpus=8) == size / 8
+    assert (
+        at_embedding(gpus=16, shards=8) == size + size / 8
+    )  # gradients of hybrid shards are copied before they are reduced
+
 
 def test_ddp_copies_everything_and_keeps_a_second_set_of_gradients():
     plan = parts(SMALL, gpus=4, fsdp=False)

@@ -135,7 +135,7 @@ def job_of(args: Any, config: Any) -> MemoryJob:
         accumulation=args.gradient_accumulation_steps,
         sync_each_batch=is_on(accumulation.get("sync_each_batch")),
         head="trl" if args.loss_head == "trl" else "speedkit",
-        zero_copy=args.fsdp_zero_copy,
+        zero_copy=args.fsdp_zero_copy and not kwargs.get("use_reentrant"),  # see sharded/ahead.reentrant
     )
 
 

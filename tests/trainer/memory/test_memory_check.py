@@ -191,8 +191,10 @@ def test_how_a_job_is_spread_out_is_read_from_its_settings(tmp_path, monkeypatch
     assert job_of(settings(tmp_path, activation_checkpointing_layers="1"), config).unchecked == 1
     every = {"every_n_layers": 2}
     assert job_of(settings(tmp_path, activation_checkpointing_kwargs=every), config).every_n_layers == 2
+    assert not job_of(settings(tmp_path, activation_checkpointing_kwargs={"use_reentrant": True}), config).zero_copy
     plain = job_of(settings(tmp_path), config)
     assert (plain.fsdp, plain.reshard, plain.shards, plain.head) == (False, True, None, "speedkit")
+    assert plain.zero_copy
     kept = job_of(settings(tmp_path, fsdp=True, fsdp_config={"reshard_after_forward": False}, loss_head="trl"), config)
     assert (kept.fsdp, kept.reshard, kept.head) == (True, False, "trl")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
