@@ -43,6 +43,10 @@ def trace_metrics(trace: TraceSummary) -> dict[str, float | None]:
     facts = trace.facts
     seconds = facts.untraced_step_time_s or (step_ns / 1e9 if step_ns else None)
     launched = [step.launches for step in steps if step.launches is not None]
+    launches = _mean(launched) if launched else _scaled(trace.launches, 1 / count)
+    # Events lost, unpaired or of several ranks: what the device did is then a number, and no measurement.
+    sound = trace.idle_unknown is None
+    device = device if sound else None
     return {
         "step_time_ms": _scaled(step_ns, 1e-6),
         "host_time_ms": _scaled(_mean(step.host_ns for step in steps), 1e-6),
@@ -52,8 +56,8 @@ def trace_metrics(trace: TraceSummary) -> dict[str, float | None]:
         "device_time_ms": _scaled(trace.device_time_ns, 1e-6 / count),
         "device_busy_ms": device.window_busy_ns * 1e-6 / count if device else None,
         "device_idle": device.idle_share if device else None,
-        "exposed_communication": _exposed(signals),
-        "launches": _mean(launched) if launched else _scaled(trace.launches, 1 / count),
+        "exposed_communication": _exposed(signals) if sound else None,
+        "launches": launches if sound else None,
         "launch_calls": _mean(step.launch_calls for step in steps) if steps else _scaled(trace.launch_calls, 1),
         "launch_delay_us": _scaled(trace.launch_delay_ns, 1e-3),
         "syncs": sum(row.calls for row in trace.syncs) / count if trace.runtime_calls else None,

@@ -119,7 +119,7 @@ def _of_the_steps(work: Work, step_of_event: Ints) -> Mask:
     A host that runs ahead leaves up to a step of queued work, which the device does while the next step is recorded:
     0.7 s of device time in a recording of a 0.4 s step (benchmarks/results/steps/2026-11-29_h200_27b-8_speedkit.json).
     """
-    if not (step_of_event >= 0).any():
+    if not ((step_of_event >= 0) & (work.call >= 0)).any():
         return np.ones(len(work.events), dtype=bool)
     number, numbers = work.events.correlation, work.calls.correlation
     before = (work.call < 0) & (number != ABSENT) & (number < numbers[numbers != ABSENT].min())

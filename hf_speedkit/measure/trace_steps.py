@@ -32,8 +32,10 @@ def step_of_events(work: Work, steps: Steps) -> Ints:
     """Step per device event, by the start of its launch call; -1 for none.
 
     By the kernel's own time, steps of a device that runs two steps behind counted 783, 539 and 483 launches instead
-    of 895 each (TraceLens' public trace of a ResNet under DDP on MI300).
+    of 895 each (TraceLens' public trace of a ResNet under DDP on MI300). It is all there is in a file that pairs none.
     """
+    if not (work.call >= 0).any():
+        return steps.of(work.events.start)
     return np.where(work.call >= 0, steps.of(work.launched_at()), -1)
 
 

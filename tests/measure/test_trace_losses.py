@@ -6,6 +6,7 @@ import pytest
 from trace_files import TraceFile
 
 from hf_speedkit.core.diagnosis import diagnose
+from hf_speedkit.core.trace_compare import trace_metrics
 from hf_speedkit.measure.trace import summarize_trace
 
 LAUNCHES, EVERY_US = 20, 20
@@ -76,6 +77,9 @@ def test_v75_idle_time_of_which_nothing_is_known_is_never_host_bound(tmp_path, t
     assert says in summary.idle_unknown
     assert [rule for rule in rules if rule != "partial"] == ["unknown"]
     assert not summary.devices[0].idle_ns.get("queued work") or summary.launch_delay_ns is not None
+    metrics = trace_metrics(summary)
+    assert (metrics["device_idle"], metrics["device_busy_ms"], metrics["launches"]) == (None, None, None)
+    assert summary.launch_delay_ns is not None or sum(step.launches for step in summary.steps) == summary.launches
 
 
 def test_v77_files_of_two_ranks_in_one_are_told_and_judge_nothing(tmp_path):
