@@ -32,9 +32,14 @@ def check_rows(
     Raises:
         DatasetError: see `check_dataset` and `TemplateChecks`.
         ConfigurationError: padding_free beside max_length, a template that is not there, a token of the settings that
-            the tokenizer does not know.
+            the tokenizer does not know, documents that share rows where one process drives several GPUs.
     """
     named = list(named)
+    if args.n_gpu > 1 and (args.packing or args.padding_free):
+        raise ConfigurationError(
+            f"one process drives {args.n_gpu} GPUs (DataParallel), which cuts a row's boundaries and targets in parts",
+            mend=f"accelerate launch --num_processes {args.n_gpu} SCRIPT, or CUDA_VISIBLE_DEVICES=0 for one GPU",
+        )
     _refuse_missing_template_file(args.chat_template_path)
     _refuse_uncut_rows(named[0][1], args)
     if tokenizer is not None:

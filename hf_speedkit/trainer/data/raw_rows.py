@@ -65,6 +65,9 @@ def one_format(dataset: Any, text_field: str) -> Any:
     if others:
         logger.info("the dataset is read as %s; left out: %s", " and ".join(chosen), ", ".join(others))
         dataset = dataset.remove_columns(others)
+    if "labels" in columns:  # TRL takes any column of that name for the labels of the tokens it is about to make
+        logger.warning("the column 'labels' is left out: the rows hold no tokens yet, so it is of something else")
+        dataset = dataset.remove_columns("labels")
     weights = [name for name in columns if name in _WEIGHTS]
     if weights:
         logger.warning("the column %r weighs nothing: every target token counts the same", weights[0])

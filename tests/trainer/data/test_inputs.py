@@ -5,6 +5,7 @@ from datasets import Dataset, DatasetDict, Features, IterableDataset, List, Valu
 
 from hf_speedkit import PackedCollator, SpeedSFTConfig
 from hf_speedkit.core.errors import ConfigurationError, DatasetError, PackingError
+from hf_speedkit.trainer.data.before_weights import check_rows
 from hf_speedkit.trainer.data.inputs import (
     check_dataset,
     check_packing_request,
@@ -120,6 +121,7 @@ FORMATS = {
     "text beside a pair": ({"text": "hi", "prompt": "a", "completion": "b"}, {"prompt", "completion"}),
     "messages beside a pair": ({"messages": TURN, "prompt": "a", "completion": "b"}, {"prompt", "completion"}),
     "a prompt beside text": ({"text": "hi", "prompt": "a"}, {"text"}),
+    "labels of texts": ({"text": "hi", "labels": 1}, {"text"}),
     "roles under conversations": ({"conversations": TURN}, {"messages"}),
     "from and value under messages": ({"messages": [{"from": "user", "value": "hi"}]}, {"conversations"}),
     "tokens": ({"input_ids": [1], "text": "hi", "prompt": "a"}, {"input_ids", "text", "prompt"}),
@@ -257,3 +259,15 @@ def test_a_sampling_strategy_that_packing_does_not_follow_is_named(tmp_path, cap
     args = SpeedSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, train_sampling_strategy=strategy)
     check_packing_request(args, None, Dataset.from_dict({"text": ["a"]}), None, "model")
     assert (f"train_sampling_strategy='{strategy}' does nothing with packing" in caplog.text) == ("_" in strategy)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"packing": False, "padding_free": True, "max_length": None}, {"packing": False}]
+)
+def test_v09_rows_that_dataparallel_would_cut_are_refused(tmp_path, changes):
+    """It cuts each tensor of a batch in parts: of `cu_seq_lens_q` and `target_positions` one GPU would get half."""
+    args = SpeedSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **changes)
+    args._n_gpu = 2
+    shared = "packing" not in changes or "padding_free" in changes
+    with pytest.raises(ConfigurationError, match="launch --num_processes 2") if shared else nullcontext():
+        check_rows([("train", Dataset.from_dict({"text": ["a"]}))], args)
