@@ -116,7 +116,7 @@ class StartupProof(FirstStep):
         if runs_alone():
             return
         args = self._trainer.args
-        lines = refuse_unlike(gather_agreed(lambda: surroundings(args, self._weights)))
+        lines = refuse_unlike(gather_agreed(lambda: surroundings(args, self._trainer.model, self._weights)))
         if lines and args.process_index == 0:
             logger.warning("the ranks do not run the same: %s", "; ".join(lines))
 

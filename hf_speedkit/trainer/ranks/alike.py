@@ -39,19 +39,22 @@ class Surroundings:
     Args:
         settings: by name, as text.
         stack: versions of packages and the kind of the GPU, by name.
-        weights: a sample of the model's weights before they are sharded; empty where none of its own are used.
+        layout: a checksum of the model's names, shapes, dtypes and what of it is trained.
+        weights: a sample of its weights before they are sharded; empty where none of its own are used.
     """
 
     settings: Mapping[str, str]
     stack: Mapping[str, str]
+    layout: str = ""
     weights: str = ""
 
 
-def surroundings(args: TrainingArguments, weights: str = "") -> Surroundings:
+def surroundings(args: TrainingArguments, model: Any, weights: str = "") -> Surroundings:
     """What this rank trains with.
 
     Args:
         args: its settings.
+        model: what it trains.
         weights: `weight_sample`, where the ranks shard copies of their own.
     """
     names = [field.name for field in fields(args) if field.init and field.name not in _OF_ONE_RANK]
@@ -60,7 +63,7 @@ def surroundings(args: TrainingArguments, weights: str = "") -> Surroundings:
     settings["seed"] = _text(args.seed if args.data_seed is None else args.data_seed)
     if args.save_on_each_node:
         settings.pop("output_dir", None)
-    return Surroundings(settings=settings, stack=_stack(args), weights=weights)
+    return Surroundings(settings=settings, stack=_stack(args), layout=_layout(model), weights=weights)
 
 
 def refuse_unlike(ranks: Sequence[Surroundings]) -> tuple[str, ...]:
@@ -73,7 +76,7 @@ def refuse_unlike(ranks: Sequence[Surroundings]) -> tuple[str, ...]:
         Lines about what differs and does not stop a run: versions, kinds of GPU.
 
     Raises:
-        ConfigurationError: with the settings that differ, and the first rank of each that differs.
+        ConfigurationError: with the settings that differ, and the first rank of each that differs; or another model.
         CheckpointError: the ranks have read other weights.
     """
     settings = _differences([rank.settings for rank in ranks])
@@ -82,6 +85,14 @@ def refuse_unlike(ranks: Sequence[Surroundings]) -> tuple[str, ...]:
             f"the ranks have different settings: {', '.join(settings)}",
             evidence=tuple(settings.values())[:8],
             mend="give all of them the same; a script must not make them from the rank, the clock or the host",
+        )
+    layouts = [number for number, rank in enumerate(ranks) if rank.layout != ranks[0].layout]
+    if layouts:
+        raise ConfigurationError(
+            f"{len(layouts)} of {len(ranks)} ranks have another model than rank 0: names, shapes, dtypes or what is "
+            "frozen differ",
+            evidence=(f"rank {', '.join(map(str, layouts[:8]))}",),
+            mend="make it on every rank by the same lines, from the same files and with the same packages",
         )
     weights = [number for number, rank in enumerate(ranks) if rank.weights != ranks[0].weights]
     if weights:
@@ -121,6 +132,11 @@ def _differences(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
         if other is not None:
             lines[name] = f"{name}: {values[0]} on rank 0, {values[other]} on rank {other}"
     return lines
+
+
+def _layout(model: Any) -> str:
+    parts = [(name, str(one.dtype), *one.shape, one.requires_grad) for name, one in model.named_parameters()]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def _text(value: object) -> str:

@@ -47,11 +47,25 @@ class RollCall:
     Args:
         what: the call, as the user writes it.
         timeout_s: how long to wait for the others where none of them has ended.
+        why: what makes it every rank's.
+        instead: what one rank does of it, and how to go on where nothing can be mended any more.
         clock: seconds.
     """
 
-    def __init__(self, what: str, *, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        what: str,
+        *,
+        timeout_s: float,
+        why: str = "the weights are spread over all",
+        instead: tuple[str, str | None] = (
+            "one rank writes",
+            "hf-speedkit export CHECKPOINT FOLDER makes a model of the run's last checkpoint",
+        ),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._what, self._timeout_s, self._clock = what, timeout_s, clock
+        self._why, self._instead = why, instead
         self._calls = 0
 
     def answer(self, store: Any, rank: int, ranks: int) -> None:
@@ -91,8 +105,8 @@ class RollCall:
                     raise self._alone(f"{_named(missing)} of {ranks} did not come in {waited_s:.0f} s")
                 if late and rank == min(set(range(ranks)) - set(missing)):  # one speaks
                     logger.warning(
-                        "%s waits for %s of %d: every rank must make this call, for the weights are spread over all; "
-                        "without `if trainer.is_world_process_zero()`", self._what, _named(missing), ranks,
+                        "%s waits for %s of %d: every rank must make this call, for %s; "
+                        "without `if trainer.is_world_process_zero()`", self._what, _named(missing), ranks, self._why,
                     )  # fmt: skip
                 said = said or late
             time.sleep(pause_s)
@@ -100,9 +114,9 @@ class RollCall:
 
     def _alone(self, why: str) -> CheckpointError:
         return CheckpointError(
-            f"{self._what} must be called by every rank, for the weights are spread over all, and {why}",
-            mend=f"call trainer.{self._what} without `if trainer.is_world_process_zero()`: one rank writes",
-            regardless="hf-speedkit export CHECKPOINT FOLDER makes a model of the run's last checkpoint",
+            f"{self._what} must be called by every rank, for {self._why}, and {why}",
+            mend=f"call trainer.{self._what} without `if trainer.is_world_process_zero()`: {self._instead[0]}",
+            regardless=self._instead[1],
         )
 
 

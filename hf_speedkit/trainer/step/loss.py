@@ -15,6 +15,7 @@ from trl import SFTTrainer
 from hf_speedkit.core.records import TokenCounts
 from hf_speedkit.packing.boundaries import IGNORE_INDEX
 from hf_speedkit.trainer.metrics.nonfinite import log_refusal
+from hf_speedkit.trainer.ranks.roll_call import RollCall
 from hf_speedkit.trainer.step.expert_balance import without_padding
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback
 
@@ -45,6 +46,7 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
 
     _sums: dict[str, torch.Tensor]
     throughput: ThroughputCallback | None = None
+    startup: Any
     _total_train_tokens: int
     _aside = Aside()
     _scored = False
@@ -241,12 +243,22 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
             self._total_train_tokens += int(sums.real)
         metrics["num_tokens"] = [self._total_train_tokens]
 
+    def _evaluation_call(self) -> RollCall:
+        return RollCall(
+            "evaluate()",
+            timeout_s=self.args.ddp_timeout,
+            why="each evaluates its share of the documents",
+            instead=("all get the same metrics, and one rank can print them", None),
+        )
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's evaluation with a token-weighted loss.
 
         Trainer averages the rows' means, so that its number depends on batch size and packing; the mean over target
         tokens does not (case V26).
         """
+        if not self.is_in_train:  # inside training every rank comes to it by the same settings
+            self.startup.call(self.__dict__.setdefault("_evaluation", self._evaluation_call()))
         prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
         for kind in ("eval", _MEANS):
             self._reset_sums(kind)

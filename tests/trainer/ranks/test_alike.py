@@ -11,7 +11,7 @@ from hf_speedkit.trainer.ranks.alike import Surroundings, refuse_unlike, surroun
 
 def of_rank(path, rank=0, **changes):
     values = {"output_dir": str(path), "use_cpu": True, "accelerator_config": {"split_batches": False}, **changes}
-    return surroundings(TrainingArguments(**values, run_name=f"run of rank {rank}"))
+    return surroundings(TrainingArguments(**values, run_name=f"run of rank {rank}"), torch.nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,26 @@ def test_v34_another_version_or_gpu_is_said_and_stops_nothing(tmp_path):
     ranks = [Surroundings(settings={}, stack=stack) for stack in stacks]
     assert refuse_unlike(ranks) == ("torch: 2.13.0 on rank 0, 2.12.1 on rank 1",)
     assert of_rank(tmp_path).stack["torch"].startswith("2.")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.to(torch.bfloat16),
+        lambda model: model.model.norm.requires_grad_(False),
+        lambda model: model.resize_token_embeddings(70),
+        lambda model: model.add_module("more", torch.nn.Linear(1, 1)),
+    ],
+    ids=["dtype", "frozen", "shape", "name"],
+)
+def test_v39_ranks_whose_models_differ_are_refused(tmp_path, change):
+    models = [tiny_llama(seed=rank) for rank in range(3)]
+    change(models[2])
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    ranks = [surroundings(args, model) for model in models]
+    assert refuse_unlike(ranks[:2]) == ()
+    with pytest.raises(ConfigurationError, match=r"1 of 3 ranks have another model(.|\n)*rank 2"):
+        refuse_unlike(ranks)
 
 
 def test_v41_ranks_that_shard_copies_of_other_weights_are_refused():

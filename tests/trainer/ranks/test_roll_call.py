@@ -70,3 +70,13 @@ def test_a_store_that_not_all_reach_is_not_waited_for():
 
     call().answer(Gone(), 0, 2)
     leave(Gone(), 0)
+
+
+def test_a_call_of_another_kind_says_what_makes_it_every_ranks(store):
+    one = RollCall("evaluate()", timeout_s=60, why="each has a share", instead=("all get the metrics", None))
+    leave(store, 2)
+    with pytest.raises(
+        CheckpointError, match=r"evaluate\(\) must be called by every rank, for each has a share"
+    ) as told:
+        one.answer(store, 0, 3)
+    assert str(told.value).endswith("all get the metrics")
