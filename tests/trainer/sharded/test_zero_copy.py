@@ -12,7 +12,7 @@ from rank_processes import start_ranks
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as torchs
 from zero_copy_run import STEPS, VARIANTS, rank_main
 
-from hf_speedkit.trainer.sharded import zero_copy
+from hf_speedkit.trainer.sharded import zero_copy, zero_copy_proof
 from hf_speedkit.trainer.sharded.gradient_memory import ReduceScatterInOneMemory
 
 two = pytest.mark.two_process
@@ -145,6 +145,14 @@ def test_results_begin_where_sixteen_bytes_can_be_moved_at_once():
     assert [tuple(room.shape) for room in rooms] == [(6,), (5, 3), (4,)]
     assert [(room.data_ptr() - rooms[0].data_ptr()) % 128 for room in rooms] == [0, 0, 0]
     assert all(room.is_contiguous() for room in rooms)
+
+
+@pytest.mark.parametrize("begin", [0, 3, 20])
+def test_known_gradients_take_no_more_memory_than_they_are(begin):
+    """Of a head they are gigabytes, and the optimizer's state of a resumed run is there already."""
+    made = zero_copy_proof._ramp(begin, torch.Size((50, 40)), torch.bfloat16, torch.device("cpu"))
+    assert torch.equal(made.flatten(), (torch.arange(begin, begin + 2000) % 7).bfloat16())
+    assert made.untyped_storage().nbytes() < 2 * (2000 + 7)
 
 
 @pytest.mark.parametrize(
