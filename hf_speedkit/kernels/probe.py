@@ -22,6 +22,7 @@ from hf_speedkit.kernels.faults import way_out_of
 from hf_speedkit.kernels.layer_probe import LayerOutcome, probe_layer
 from hf_speedkit.kernels.layout import LiveLayer, live_layers
 from hf_speedkit.kernels.model_checks import model_config
+from hf_speedkit.kernels.patience import said_if_slow
 from hf_speedkit.kernels.probe_inputs import Example
 from hf_speedkit.kernels.probe_targets import Target, attention_target, function_target
 from hf_speedkit.kernels.requirements import FUNCTIONS
@@ -89,14 +90,15 @@ def probe_model(
             probed.append(check)
             continue
         target: Target | None = None
-        if check.function == "attention":
-            target = attention_target(check, model, dtype, tokens_per_batch)
-        elif layer is not None and called is not None:
-            module = model.get_submodule(layer.name)
-            target = function_target(check.function, called, module, dtype, tokens_per_batch)
-            if target is None:
-                check = layers.probed(check, layer, module)
-        probed.append(check if target is None else _probed(check, target))
+        with said_if_slow(f"{check.function} of {check.layer}"):
+            if check.function == "attention":
+                target = attention_target(check, model, dtype, tokens_per_batch)
+            elif layer is not None and called is not None:
+                module = model.get_submodule(layer.name)
+                target = function_target(check.function, called, module, dtype, tokens_per_batch)
+                if target is None:
+                    check = layers.probed(check, layer, module)
+            probed.append(check if target is None else _probed(check, target))
     return tuple(probed)
 
 

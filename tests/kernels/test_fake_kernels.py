@@ -10,7 +10,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from hf_speedkit.core.errors import KernelAssertionError
 from hf_speedkit.core.records import KernelVerdict
-from hf_speedkit.kernels import probe
+from hf_speedkit.kernels import patience, probe
 from hf_speedkit.kernels.bindings import bind_references
 from hf_speedkit.kernels.inspection import assert_kernels, check_kernels
 from hf_speedkit.kernels.requirements import FUNCTIONS
@@ -351,6 +351,18 @@ def test_v50_a_fault_of_the_machine_is_not_mended_by_another_version_of_the_pack
     found = check_of(RULE, model_bound_to(tmp_path, monkeypatch), probe=True)
     assert found.verdict is KernelVerdict.BROKEN
     assert found.fix.startswith(way)
+
+
+def test_v50_a_kernel_that_does_not_come_back_is_named_while_it_runs(tmp_path, monkeypatch, caplog):
+    """fla issues 947 and 999: on a GPU nothing raises when a kernel or its tuning hangs."""
+    monkeypatch.setattr(probe, "EDGE_LENGTHS", (1, 33))
+    write_fakes(tmp_path, fla=rule("import time; time.sleep(0.02); return call(), None"))
+    model = model_bound_to(tmp_path, monkeypatch)
+    check_of(RULE, model, probe=True)
+    assert "the probe of" not in caplog.text
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.01)
+    check_of(RULE, model, probe=True)
+    assert caplog.text.count("the probe of chunk_gated_delta_rule of Qwen3_5GatedDeltaNet has run for") == 1
 
 
 def test_one_layer_of_three_with_another_binding_is_counted_and_named(tmp_path, monkeypatch):
