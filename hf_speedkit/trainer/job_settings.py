@@ -84,8 +84,6 @@ def require_named(job: Mapping[str, Any]) -> None:
         value = str(job.get(name) or "")
         if not value:
             raise ConfigurationError(f"{name} is not set", mend=f"{name}: {example}")
-        if name == "model_name_or_path":
-            _refuse_no_model(Path(value))
         # Anything else may be the id of a repository on the Hub.
         if value.startswith(("/", "./", "../", "~")) and not Path(value).exists():
             raise ConfigurationError(
@@ -94,16 +92,34 @@ def require_named(job: Mapping[str, Any]) -> None:
                 mend=f"{name}: {Path(value).expanduser()}" if value.startswith("~") else "correct the path, or name "
                 "what it is called on the Hub",
             )  # fmt: skip
+        if name == "model_name_or_path":
+            refuse_no_model(value, name)
 
 
-def _refuse_no_model(path: Path) -> None:
-    """A folder wins over a repository of that name; transformers then misses a tokenizer in it, or a model type."""
-    inside = path.is_dir() and any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
-    if inside or not path.exists() or path.suffix == ".json":
+def refuse_no_model(given: str, name: str = "model") -> None:
+    """Refuse a path that holds no model; a folder wins over a repository of that name.
+
+    Args:
+        given: id of the Hub, or a path.
+        name: what it was given as.
+
+    Raises:
+        ConfigurationError: nothing is there, or something else than a model.
+    """
+    path = Path(given)
+    is_path = not given or given.startswith(("/", "./", "../", "~"))
+    if not path.exists() and not is_path:
         return
+    inside = path.is_dir() and any((path / one).is_file() for one in ("config.json", "adapter_config.json"))
+    if given and (inside or (path.is_file() and path.suffix == ".json")):
+        return
+    if not given:
+        found = "the name is empty"
+    else:
+        found = "it holds no config.json" if path.is_dir() else "it is a file" if path.is_file() else "nothing is there"
     raise ConfigurationError(
-        f"model_name_or_path: {str(path)!r} is no folder of a model",
-        evidence=("it holds no config.json" if path.is_dir() else "it is a file",),
+        f"{name}: {given!r} is no folder of a model",
+        evidence=(found,),
         mend="the folder that holds config.json, the tokenizer and the weights (of a checkpoint: checkpoint-N), or the "
         "id of a model on the Hub",
     )

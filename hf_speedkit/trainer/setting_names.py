@@ -58,6 +58,35 @@ def refuse_unknown_settings(given: Iterable[str], known: Iterable[str]) -> None:
     )
 
 
+def refuse_unknown_arguments(given: Iterable[str], known: Iterable[str], settings: Iterable[str]) -> None:
+    """Refuse arguments that a trainer has not got; what is a setting belongs into its config.
+
+    Args:
+        given, known: names of arguments.
+        settings: names of settings.
+
+    Raises:
+        ConfigurationError: where each belongs.
+    """
+    known, settings = list(known), list(settings)
+    unknown = [name for name in given if name not in known]
+    if not unknown:
+        return
+    lines = []
+    for name in unknown:
+        near = difflib.get_close_matches(name, known, n=1)
+        meant = name if name in settings else None if near else meant_by(name, settings)
+        if name == "tokenizer":
+            lines.append("processing_class=tokenizer")
+        elif meant is not None:
+            lines.append(f"{name} belongs into args=SpeedSFTConfig(...), there called {meant}")
+        elif near:
+            lines.append(f"did you mean {near[0]}?")
+    raise ConfigurationError(
+        f"the trainer has no argument {', '.join(unknown)}", mend="; ".join(lines) or f"it has {', '.join(known)}"
+    )
+
+
 def check_words(config: Any) -> None:
     """Refuse words that transformers does not know; its own refusal names no setting.
 

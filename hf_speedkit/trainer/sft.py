@@ -95,6 +95,7 @@ class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
         peft_config: Any = None,
         formatting_func: Callable[..., Any] | None = None,
     ) -> None:
+        refuse_other_models(model, processing_class)
         args = settled_config(args, model)
         require_parts(args, eval_dataset)
         self._existing_run = None if args.allow_existing_output else existing_run(args.output_dir)
@@ -103,7 +104,6 @@ class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
         self._changed_layers: tuple[str, ...] = ()
         self.packing_active = args.packing
         self.own_head = False
-        refuse_other_models(model)
         early = processing_class if isinstance(model, str) else None
         named = named_datasets(train_dataset, eval_dataset)
         check_rows(named, args, tokenizer=early, formatting_func=formatting_func)

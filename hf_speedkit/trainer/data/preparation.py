@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import fields
+from typing import Any, Self
 
 from datasets import Dataset, IterableDataset
 from trl import SFTTrainer
@@ -40,6 +42,7 @@ from hf_speedkit.trainer.data.raw_rows import (
 from hf_speedkit.trainer.data.templates import MaskCheck, TemplateChecks, log_example
 from hf_speedkit.trainer.precision_rules import refuse_half_weights
 from hf_speedkit.trainer.ranks.agreement import agree
+from hf_speedkit.trainer.setting_names import refuse_unknown_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +54,13 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
 
     _reports: dict[str, DocumentReport]
     completion_only_loss: bool
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        """Say where arguments belong that there are not: many were once the trainer's, and are its config's now."""
+        known = inspect.signature(cls.__init__).parameters
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in known.values()):
+            refuse_unknown_arguments(given, [*known][1:], [setting.name for setting in fields(SpeedSFTConfig)])
+        return super().__new__(cls)
 
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: SpeedSFTConfig, packing: bool, formatting_func: Any, name: str

@@ -15,6 +15,7 @@ import torch
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.trainer.adapters import below_adapters
+from hf_speedkit.trainer.job_settings import refuse_no_model
 from hf_speedkit.trainer.proof.module_mode import in_mode
 
 _TOKENS = 16
@@ -28,14 +29,31 @@ _OWN_LOGITS = (
 )
 
 
-def refuse_other_models(model: Any) -> None:
+_TOKENIZER = "processing_class=AutoTokenizer.from_pretrained(...), of the model that is trained"
+
+
+def refuse_other_models(model: Any, processing_class: Any = None) -> None:
     """Refuse models that are no causal language models, before anything is tokenized.
 
     Raises:
-        ConfigurationError: an encoder with a decoder, or a model without an output layer to generate with.
+        ConfigurationError: an encoder with a decoder, a model without an output layer to generate with, something that
+            is no model, a path where there is none, or no tokenizer.
     """
+    if isinstance(processing_class, str):
+        raise ConfigurationError(f"processing_class={processing_class!r} is a text, not a tokenizer", mend=_TOKENIZER)
     if isinstance(model, str):
+        refuse_no_model(model)
         return
+    if isinstance(model, type) or not hasattr(model, "config"):
+        raise ConfigurationError(
+            f"model is {f'the class {model.__name__}' if isinstance(model, type) else f'a {type(model).__name__}'}",
+            mend='a loaded model, AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B") for example, or its name; of '
+            "a config alone: AutoModelForCausalLM.from_config(config)",
+        )
+    if processing_class is None and not getattr(model.config, "_name_or_path", None):
+        raise ConfigurationError(
+            "there is no tokenizer, and the model was not loaded from anywhere that has one", mend=_TOKENIZER
+        )
     name = type(below_adapters(model)).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise ConfigurationError(

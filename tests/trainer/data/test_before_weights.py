@@ -1,9 +1,12 @@
 """What is wrong with the rows, the template or the tokens is told while the weights are still to be read."""
 
+from pathlib import Path
+
 import pytest
 import qwen27b_sft
 from datasets import Dataset
 from support import tiny_hybrid, tiny_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
 from hf_speedkit.core.errors import ConfigurationError, DatasetError
@@ -83,6 +86,31 @@ def test_a_trainer_given_a_name_refuses_before_it_reads_weights(folder, tmp_path
 def test_what_is_right_gets_as_far_as_the_weights(folder, tmp_path, rows, template, changes):
     with pytest.raises(OSError, match="no file named"):
         ask(folder, tmp_path, rows, template, **changes)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model": None}, "model is a NoneType"),
+        ({"model": LlamaConfig()}, r"AutoModelForCausalLM.from_config\(config\)"),
+        ({"model": LlamaForCausalLM}, "model is the class LlamaForCausalLM"),
+        ({"model": ""}, "the name is empty"),
+        ({"model": "./no-such-model"}, "is no folder of a model\n  nothing is there"),
+        ({"model": str(Path(__file__).parent)}, "it holds no config.json"),
+        ({"processing_class": "gpt2"}, "is a text, not a tokenizer"),
+        ({"processing_class": None}, "there is no tokenizer"),
+        ({"tokenizer": None}, "Mend it:  processing_class=tokenizer"),
+        ({"max_seq_length": 9}, r"belongs into args=SpeedSFTConfig\(...\), there called tokens_per_batch"),
+        ({"packing": True}, "there called packing"),
+        ({"train_data": None}, "did you mean train_dataset"),
+    ],
+    ids=["nothing", "config", "class", "empty", "nowhere", "no model", "text", "no tokenizer", "tokenizer", "length",
+         "packing", "near"],
+)  # fmt: skip
+def test_a_trainer_made_as_in_other_tutorials_says_what_to_write(given, said):
+    made = {"model": tiny_hybrid(), "train_dataset": Dataset.from_list(TEXT), "processing_class": tokenizer()}
+    with pytest.raises(ConfigurationError, match=said):
+        SpeedSFTTrainer(**{**made, **given})
 
 
 def test_the_recipe_looks_at_the_rows_before_it_reads_weights(folder, tmp_path, monkeypatch):
