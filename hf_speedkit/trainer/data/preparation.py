@@ -60,7 +60,8 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
         known = inspect.signature(cls.__init__).parameters
         if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in known.values()):
             refuse_unknown_arguments(given, [*known][1:], [setting.name for setting in fields(SpeedSFTConfig)])
-        return super().__new__(cls)
+        made: Self = super().__new__(cls)
+        return made
 
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: SpeedSFTConfig, packing: bool, formatting_func: Any, name: str
