@@ -37,7 +37,7 @@ DISTRIBUTIONS = (
 _TRITONS = "pytorch-triton triton-windows pytorch-triton-rocm pytorch-triton-xpu triton-rocm triton-xpu triton-nightly"
 _OTHER_NAMES = {"triton": tuple(_TRITONS.split()), "fla-core": ("flash-linear-attention",)}
 # What is imported tells more than metadata: a clone on PYTHONPATH has none, and two tritons write into one folder.
-_IMPORTED_AS = {"triton": "triton", "fla-core": "fla"}
+_IMPORTED_AS = {"triton": "triton", "fla-core": "fla", "causal-conv1d": "causal_conv1d"}
 
 # fla/backends.py of 0.6.0: a backend is left out where its own switch is "0", and all of them with the other one.
 _SWITCHES = {"tilelang": "FLA_TILELANG", "flash-qla": "FLA_FLASH_QLA"}

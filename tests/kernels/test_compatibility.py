@@ -284,7 +284,7 @@ def test_triton_is_found_under_the_name_that_nightly_torch_gives_it(monkeypatch)
     [
         ({"triton-rocm": "3.7.0"}, {}, {"triton": "3.7.0"}),
         ({"flash-linear-attention": "0.2.1"}, {}, {"fla-core": "0.2.1", "flash-linear-attention": "0.2.1"}),
-        ({}, {"triton": "3.6.0", "fla": "0.6.0"}, {"triton": "3.6.0", "fla-core": "0.6.0"}),
+        ({}, {"triton": "3.6.0", "causal_conv1d": "1.7.0"}, {"triton": "3.6.0", "causal-conv1d": "1.7.0"}),
         ({"triton": "3.7.1", "pytorch-triton": "3.3.0"}, {"triton": "3.3.0"}, {"triton": "3.3.0"}),
     ],
     ids=["another_name", "fla_before_fla_core", "clones_without_metadata", "two_in_one_folder"],
