@@ -118,17 +118,18 @@ def held_functions(model: nn.Module, names: Container[str]) -> tuple[LiveLayer, 
         names: the functions to look for.
     """
     layers = []
+    read: dict[object, dict[str, object]] = {}
     for name, module in model.named_modules():
         forward = effective_forward(module)
-        seen = dict(forward.__globals__) if forward is not None else {}
-        used = names_used(forward, type(module)) if forward is not None else frozenset()
-        values = {key: seen[key] for key in used if key in seen} | {
-            key: value for key, value in vars(module).items() if key in names
-        }
+        if forward is not None and (forward, type(module)) not in read:
+            used = (key for key in names_used(forward, type(module)) if key.removeprefix("torch_") in names)
+            read[forward, type(module)] = {key: forward.__globals__[key] for key in used if key in forward.__globals__}
+        called = read[forward, type(module)] if forward is not None else {}
+        values = called | {key: value for key, value in vars(module).items() if key in names}
         functions = tuple(
             _held(key, value)
             for key, value in sorted(values.items())
-            if key.removeprefix("torch_") in names and read_function(key, value) is None and not _is_transformers(value)
+            if read_function(key, value) is None and not _is_transformers(value)
         )
         if functions:
             layers.append(LiveLayer(name=name, kind=_class_name(module), namespace={}, functions=functions))

@@ -35,10 +35,8 @@ def attention_checks(model: nn.Module, tokens_per_batch: int | None) -> Iterator
     """One check per attention class and implementation among the layers of the text model."""
     config = model_config(model)
     text_config: Any = config.get_text_config() if config is not None else None
-    modules: list[tuple[str, Any]] = [
-        (name, module) for name, module in model.named_modules() if _dispatches_attention(module)
-    ]
-    attention = [(type(module).__name__, module.config) for _, module in modules if hasattr(module, "config")]
+    modules = _dispatching(model).values()
+    attention = [(type(module).__name__, module.config) for module in modules if hasattr(module, "config")]
     # Towers for images and sound have configs of their own; their rows are not the packed ones.
     of_text = [(layer, own) for layer, own in attention if own is text_config]
     found = Counter((layer, str(own._attn_implementation)) for layer, own in of_text or attention)
@@ -68,6 +66,7 @@ def _replaced_attention(model: nn.Module, text_config: Any) -> dict[tuple[str, s
     Of an instance the class's own forward still tells that it is an attention layer; of a patched class only its name.
     """
     found: dict[tuple[str, str], list[str]] = {}
+    known = _dispatching(model)
     for name, module in model.named_modules():
         forward = effective_forward(module)
         homes = {kind.__module__ for kind in type(module).__mro__}
@@ -78,7 +77,7 @@ def _replaced_attention(model: nn.Module, text_config: Any) -> dict[tuple[str, s
         dispatches = own is not None and "ALL_ATTENTION_FUNCTIONS" in names_used(own, type(module))
         theirs = kind.__module__.startswith("transformers.models.") and kind.__name__.endswith("Attention")
         of_text = text_config is None or getattr(module, "config", text_config) is text_config
-        if of_text and (dispatches or theirs) and not _dispatches_attention(module):
+        if of_text and (dispatches or theirs) and name not in known:
             place = f"{forward.__module__}.{forward.__qualname__}" if forward else "an unreadable forward"
             found.setdefault((kind.__name__, place), []).append(name)
     return found
@@ -99,7 +98,7 @@ def asked_attention_checks(model: nn.Module, asked: str | None, stack: Stack) ->
     # Ours takes the place of sdpa for packed rows, by choice; a revision is no part of the repository.
     if _is_ours(loaded) or loaded.partition("@")[0] == asked.partition("@")[0]:
         return
-    layers = sum(_dispatches_attention(module) for module in model.modules())
+    layers = len(_dispatching(model))
     yield check_of("attention", "attention layers", layers, layers, judge_hub_kernel(asked, stack, loaded=loaded))
 
 
@@ -116,7 +115,7 @@ def unread_layers(model: nn.Module, config: Any, read: Sequence[str]) -> Iterato
     from torch.nn import ModuleList
 
     layers = getattr(config.get_text_config(), "num_hidden_layers", None) if config is not None else None
-    known = [*read, *(name for name, module in model.named_modules() if _dispatches_attention(module))]
+    known = [*read, *_dispatching(model)]
     stacks = [
         (name, each) for name, each in model.named_modules() if isinstance(each, ModuleList) and len(each) == layers
     ]
@@ -154,9 +153,18 @@ def experts_checks(model: nn.Module) -> Iterator[KernelCheck]:
         yield check_of("experts", layer, count, totals[layer], _judge_experts(implementation))
 
 
-def _dispatches_attention(module: nn.Module) -> bool:
-    forward = effective_forward(module)
-    return forward is not None and "ALL_ATTENTION_FUNCTIONS" in names_used(forward, type(module))
+def _dispatching(model: nn.Module) -> dict[str, Any]:
+    """The modules that call transformers' attention dispatch, by name; each forward is read once."""
+    reads: dict[object, bool] = {}
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        forward = effective_forward(module)
+        key = (forward, type(module))
+        if key not in reads:
+            reads[key] = forward is not None and "ALL_ATTENTION_FUNCTIONS" in names_used(forward, type(module))
+        if reads[key]:
+            found[name] = module
+    return found
 
 
 def _takes_sdpa(model: nn.Module) -> bool:
