@@ -77,7 +77,7 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> None:
         callbacks: instances of TrainerCallback.
 
     Raises:
-        ConfigurationError: something else than a callback instance.
+        ConfigurationError: something else than a trainer and callback instances.
     """
     for callback in callbacks:
         if not isinstance(callback, TrainerCallback):
@@ -85,6 +85,11 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> None:
             raise ConfigurationError(
                 f"attach() takes callback instances, not {name}", mend=f"attach(trainer, {name}(...))"
             )
+    if not hasattr(trainer, "callback_handler"):
+        raise ConfigurationError(
+            f"attach() takes a transformers Trainer first, not a {type(trainer).__name__}",
+            mend="attach(trainer, ThroughputCallback())",
+        )
     listed: list[TrainerCallback] = trainer.callback_handler.callbacks
     if trainer.is_world_process_zero() and not any(type(other).__module__.startswith(_OURS) for other in listed):
         warn_of_untested_versions()

@@ -77,6 +77,8 @@ def test_something_else_than_a_callback_is_refused_before_anything_is_changed(tm
     with pytest.raises(ConfigurationError, match="callback instances"):
         attach(trainer, First(), wrong)
     assert names(trainer) == before
+    with pytest.raises(ConfigurationError, match="a transformers Trainer first, not a NoneType"):
+        attach(None, ThroughputCallback())
 
 
 def test_a_tracing_and_a_metrics_callback_know_of_each_other_however_they_came(tmp_path):

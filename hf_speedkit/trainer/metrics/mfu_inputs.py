@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_speedkit.core.devices import peak_tflops, tensor_clock_mhz
+from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.core.flops import LAYER_PARTS, REENTRANT_PARTS, ModelFlops, Part, model_flops
 from hf_speedkit.core.records import TokenCounts
 from hf_speedkit.trainer.memory.kept_products import kept_flops_per_token
@@ -37,6 +39,14 @@ class FlopsInputs:
     recomputed: RecomputedFlops | None = None
     tensor_clock_mhz: float | None = None
     table_tflops: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a peak that is none: the first log would end in a division by it."""
+        peak = self.peak_tflops
+        if peak is not None and not (isinstance(peak, (int, float)) and 0 < peak < math.inf):
+            raise ConfigurationError(
+                f"peak_tflops={peak!r} is no rate", mend="peak_tflops=989.5 for example, in TFLOP/s of one device"
+            )
 
     def completed(self, args: TrainingArguments, model: torch.nn.Module) -> FlopsInputs:
         """With what the model and the device say where nothing was given; nothing of several devices in one process."""

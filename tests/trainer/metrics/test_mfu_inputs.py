@@ -23,6 +23,7 @@ from transformers import (
 from transformers.debug_utils import DebugOption
 from transformers.utils.import_utils import enable_tf32
 
+from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.core.flops import LAYER_PARTS, model_flops
 from hf_speedkit.core.records import TokenCounts
 from hf_speedkit.trainer.metrics.mfu_inputs import (
@@ -324,6 +325,12 @@ def test_fp32_weights_have_the_peak_of_tf32_however_that_was_switched_on(new_set
             torch.backends.fp32_precision = "none"
         else:
             torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("given", ["989", -1, 0, float("inf")])
+def test_a_peak_that_is_no_rate_is_refused_where_it_is_given(given):
+    with pytest.raises(ConfigurationError, match="in TFLOP/s of one device"):
+        FlopsInputs(peak_tflops=given)
 
 
 @pytest.mark.parametrize(
