@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 
 import torch
@@ -92,3 +93,18 @@ def slowing_switches(args: TrainingArguments, environment: Mapping[str, str] | N
         if environment.get(name, "").strip().lower() not in {"", "0", "false", "off", *harmless}
     ]
     return tuple(lines)
+
+
+def stray_run() -> str | None:
+    """What to say on a rank that reports nothing and has a wandb run all the same; None elsewhere.
+
+    A script that calls `wandb.init` before the Trainer does so on every rank: as many runs appear, all but one of them
+    empty (V78; accelerate issue 644). Rank 1 speaks for all. wandb's shared mode means it.
+    """
+    run = getattr(sys.modules.get("wandb"), "run", None)
+    if run is None or os.environ.get("RANK", "1") != "1" or getattr(run.settings, "mode", None) == "shared":
+        return None
+    return (
+        "wandb.init was called on ranks that report nothing: an empty run for each of them. Call it on world rank 0 "
+        'only (if int(os.environ.get("RANK", 0)) == 0), or leave it to report_to="wandb"'
+    )

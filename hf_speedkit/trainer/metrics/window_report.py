@@ -12,6 +12,7 @@ from hf_speedkit.core.records import Severity, StepRecord
 from hf_speedkit.core.throughput import EARLY_STEPS, JobWindow
 from hf_speedkit.core.window_findings import still_compiling, window_findings
 from hf_speedkit.trainer.metrics.nonfinite import NonFinite, find_nonfinite
+from hf_speedkit.trainer.metrics.notices import stray_run
 from hf_speedkit.trainer.sinks import SinkGroup
 
 # Under the callback's name: that is what a reader can look up.
@@ -46,6 +47,8 @@ class WindowReport:
         self._speaks = state.is_world_process_zero
         if self._speaks:
             self._sinks.begin(state.global_step)
+        elif (stray := stray_run()) is not None:
+            logger.warning("%s", stray)
 
     def end(self, records: tuple[StepRecord, ...]) -> None:
         """Training is over; these are the steps after the last window."""

@@ -1,11 +1,15 @@
 """Our metrics in the tracker people use: read back from an offline run's own file."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 from plain_trainer import documents, make_trainer
 from transformers import TrainerCallback
 from wandb_file import history
 
 from hf_speedkit.trainer.attach import attach
+from hf_speedkit.trainer.metrics.window_report import WindowReport
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback
 
 RATES = [f"train/speed/{name}_per_second" for name in ("slots", "real_tokens", "target_tokens")]
@@ -89,3 +93,24 @@ def test_v79_no_point_is_lost_when_a_run_goes_back_to_an_older_checkpoint(tmp_pa
         row["train/speed/total_real_tokens"] for row in rows if row["train/global_step"] == 8 and "train/loss" in row
     ]
     assert totals == [80, 80]  # the later session goes on from the checkpoint's total
+
+
+@pytest.mark.parametrize(
+    ("environment", "mode", "reports", "said"),
+    [
+        ({"RANK": "1"}, "online", False, 1),
+        ({"RANK": "2"}, "online", False, 0),  # one rank speaks for all
+        ({"RANK": "1"}, "shared", False, 0),
+        ({"RANK": "0"}, "online", True, 0),
+        ({"RANK": "1"}, None, False, 0),
+    ],
+    ids=["stray", "another", "shared", "the_one_that_reports", "none"],
+)
+def test_v78_a_run_on_a_rank_that_reports_nothing_is_said(monkeypatch, caplog, environment, mode, reports, said):
+    """`wandb.init` before the Trainer runs on every rank, and as many runs appear."""
+    run = SimpleNamespace(settings=SimpleNamespace(mode=mode)) if mode else None
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    WindowReport(()).begin(SimpleNamespace(is_world_process_zero=reports, global_step=0))
+    assert caplog.text.count("an empty run for each of them") == said
