@@ -40,6 +40,8 @@ def test_v63_an_accumulated_step_counts_all_its_micro_batches(tmp_path):
     records = []
     train(trainer, ThroughputCallback(sinks=[records.append]))
     assert [record.tokens.real for record in records] == [100, 100]
+    # What the host knows (slots, documents) and what the device counts (the rest) are added up apart.
+    assert [as_tuple(record.tokens) for record in records] == [expected(lengths[:4], 1)] * 2
     assert [record.micro_batches for record in records] == [4, 4]
     row = training_rows(trainer)[-1]
     assert row["speed/real_tokens_per_second"] == pytest.approx(100 / records[1].step_time_s)
