@@ -121,6 +121,24 @@ class Prober(TrainerCallback):
         model(**pad(documents((5, 5))))
 
 
+def test_v63_a_second_forward_pass_over_one_batch_is_no_new_tokens_and_claims_no_flops(tmp_path):
+    records = []
+    trainer = make_trainer(tmp_path, gradient_accumulation_steps=2)
+    once = trainer.compute_loss
+    trainer.compute_loss = lambda model, inputs, **more: once(model, dict(inputs), **more) + once(model, inputs, **more)
+    totals = train(trainer, ThroughputCallback(sinks=[records.append])).run_totals()
+    assert as_tuple(totals.tokens)[:4] == expected(LENGTHS, 2)[:4]
+    assert [(record.micro_batches, record.flops) for record in records] == [(2, None)] * 3
+
+
+def test_v63_a_model_that_trains_in_evaluation_mode_is_counted(tmp_path):
+    """Dropout and batch norm switched off by hand."""
+    trainer = make_trainer(tmp_path)
+    trainer.model.train = lambda mode=True: trainer.model
+    trainer.model.eval()
+    assert as_tuple(train(trainer).run_totals().tokens) == expected(LENGTHS, 2)
+
+
 def test_forward_passes_outside_a_step_are_not_counted(tmp_path):
     trainer = make_trainer(tmp_path)
     attach(trainer, Prober())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -79,6 +80,7 @@ class MicroBatchCounter:
         self.head_on_targets = False
         """Whether TRL's fused head was seen at work: it scores target positions only."""
         self._handles: tuple[Any, ...] = ()
+        self._batch: Callable[[], object] = _nothing
         self._probe = GradientProbe()
         self._norm_given = False
 
@@ -121,7 +123,7 @@ class MicroBatchCounter:
 
         def look(module: torch.nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
             counts = keywords.get(TOKEN_COUNTS_KEY)
-            if counting() and module.training and torch.is_grad_enabled() and not self._told:
+            if counting() and torch.is_grad_enabled() and not self._told:
                 with one_at_a_time:
                     self._see(arguments, keywords, counts, rule)
             if counts is None:
@@ -130,7 +132,7 @@ class MicroBatchCounter:
 
         def look_at_loss(module: torch.nn.Module, arguments: tuple[Any, ...], outputs: Any) -> None:
             # A trainer that tells its counts tells its loss: the model's own of an empty row is 0 / 0 and not used.
-            used = not self._told and counting() and module.training and torch.is_grad_enabled()
+            used = not self._told and counting() and torch.is_grad_enabled()
             if used and isinstance(outputs, Mapping):
                 with one_at_a_time:
                     self.current.look_at_loss(outputs.get("loss"))
@@ -169,6 +171,7 @@ class MicroBatchCounter:
         if len(self._waiting) >= MOST_UNREAD:
             self.peek()  # waits for the device, once in so many steps
         self.current = Observation()
+        self._batch = _nothing  # the next step may train on the same batch again
 
     def peek(self) -> list[tuple[int, CountedStep]]:
         """The finished steps, read from the device in one transfer. Waits for it: not for every step."""
@@ -186,6 +189,13 @@ class MicroBatchCounter:
         return taken
 
     def _see(self, arguments: tuple[Any, ...], keywords: dict[str, Any], counts: Any, rule: LabelRule) -> None:
+        batch = keywords.get("input_ids", arguments[0] if arguments else None)
+        again = batch is not None and self._batch() is batch
+        self._batch = weakref.ref(batch) if torch.is_tensor(batch) else _nothing
+        if again:
+            # A second forward pass over one batch (R-Drop, a consistency loss): no new token, and FLOPs nobody knows.
+            self.current.tokens = self.current.tokens + replace(NO_TOKENS, squared_lengths=None, window_pairs=None)
+            return
         if isinstance(counts, TokenCounts):
             self.current.add(counts)
             return
@@ -198,3 +208,7 @@ class MicroBatchCounter:
             self.current.add(_UNKNOWN)
         else:
             self.current.add(*seen)
+
+
+def _nothing() -> None:
+    """No batch."""
