@@ -22,7 +22,7 @@ from hf_speedkit.trainer.hardware import require_hardware
 from hf_speedkit.trainer.hub_access import require_hub_for
 from hf_speedkit.trainer.job_settings import options, require_named, settings, unusable, without_option
 from hf_speedkit.trainer.launching import announce_sharding
-from hf_speedkit.trainer.machine import prepare_process, use_all_cores
+from hf_speedkit.trainer.machine import prepare_process, tell_slow_imports, use_all_cores
 from hf_speedkit.trainer.trackers import require_trackers
 
 HERE = Path(__file__).resolve().parent
@@ -61,6 +61,8 @@ def main(argv: list[str]) -> None:
     elif not args.allow_existing_output:
         refuse_existing_run(args.output_dir, existing_run(args.output_dir))
     use_all_cores(args)
+    if args.process_index == 0:
+        tell_slow_imports()
     set_seed(args.seed)
 
     choice = None

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
+from collections.abc import Sequence
+from importlib.util import cache_from_source, find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
+
+logger = logging.getLogger(__name__)
 
 
 def prepare_process() -> None:
@@ -36,3 +43,40 @@ def use_all_cores(args: TrainingArguments) -> int:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
         torch.set_num_threads(cores)
     return torch.get_num_threads()
+
+
+def slow_imports(packages: Sequence[str] = ("torch", "transformers", "trl")) -> str | None:
+    """Say that Python compiles packages anew in every process, if it does; call it when they are imported.
+
+    Containers often set PYTHONDONTWRITEBYTECODE, and pip compiles nothing under --no-compile or where a build copied
+    the packages. Importing transformers, trl and this package then takes 18 s of CPU instead of 6 (a first look, two
+    cores), on every rank, in every worker that is started afresh, at every start.
+
+    Args:
+        packages: import names.
+
+    Returns:
+        The sentence, with the command that mends it; None where compiled modules are there.
+    """
+    found = {package: find_spec(package) for package in packages}
+    sources = {name: spec.origin for name, spec in found.items() if spec is not None and spec.origin is not None}
+    again = [
+        name
+        for name, origin in sources.items()
+        if origin.endswith(".py") and not Path(cache_from_source(origin)).exists()
+    ]
+    if not again:
+        return None
+    folder = Path(sources[again[0]]).parent.parent
+    why = "PYTHONDONTWRITEBYTECODE is set" if sys.dont_write_bytecode else f"{folder} cannot be written"
+    return (
+        f"Python compiles {', '.join(again)} anew in every process, which takes each of them 10 s or more: {why}. "
+        f"Once, or in the image: {sys.executable} -m compileall -q {folder}"
+    )
+
+
+def tell_slow_imports() -> None:
+    """Log what `slow_imports` says, if it says anything."""
+    sentence = slow_imports()
+    if sentence is not None:
+        logger.warning("%s", sentence)
