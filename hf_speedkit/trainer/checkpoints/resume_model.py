@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from hf_speedkit.core.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 
 def refuse_missing_weights(model: Any, load_result: Any) -> None:
@@ -54,6 +57,7 @@ def taking_saved_names(model: Any) -> Iterator[None]:
     original = model.load_state_dict
 
     def load_state_dict(state_dict: dict[str, torch.Tensor], strict: bool = True, assign: bool = False) -> Any:
+        _say_other_dtype(state_dict.values(), model.parameters())
         if set(state_dict) <= set(model.state_dict()):
             return original(state_dict, strict, assign)
         dtypes = {weight.dtype for weight in state_dict.values() if weight.is_floating_point()}
@@ -73,3 +77,19 @@ def taking_saved_names(model: Any) -> Iterator[None]:
         yield
     finally:
         del model.load_state_dict  # the class's method shows again
+
+
+def _say_other_dtype(saved: Iterable[torch.Tensor], held: Iterable[torch.Tensor]) -> None:
+    """A run that goes on in another precision is another run: small updates come and go with the bits."""
+    from hf_speedkit.trainer.ranks.agreement import is_first
+
+    kinds = [
+        sorted({str(weight.dtype).removeprefix("torch.") for weight in weights if weight.is_floating_point()})
+        for weights in (saved, held)
+    ]
+    if kinds[0] != kinds[1] and is_first():
+        logger.warning(
+            "the checkpoint holds its weights in %s and this run in %s: it does not go on as it was; for the same run "
+            "load the model with dtype=%s",
+            " and ".join(kinds[0]), " and ".join(kinds[1]), kinds[0][0],
+        )  # fmt: skip

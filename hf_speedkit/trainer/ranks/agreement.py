@@ -24,6 +24,13 @@ def runs_alone() -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
 
 
+def is_first() -> bool:
+    """Whether this process speaks for all: the only one, or rank 0."""
+    import torch.distributed as dist
+
+    return runs_alone() or dist.get_rank() == 0
+
+
 def agree(check: Callable[[], T]) -> T:
     """Run a check on every rank; if any of them fails, all raise.
 

@@ -220,6 +220,14 @@ def test_v40_weights_that_are_saved_under_other_names_are_found_again_to_the_bit
     assert "load_state_dict" not in vars(other)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_v38_a_run_that_goes_on_in_another_precision_is_told_so(caplog, dtype):
+    model, saved = tiny_llama(), tiny_llama().to(dtype).state_dict()
+    with taking_saved_names(model):
+        model.load_state_dict(saved)
+    assert ("in bfloat16 and this run in float32" in caplog.text) is (dtype == torch.bfloat16)
+
+
 def test_v40_experts_go_on_from_the_checkpoint_and_the_best_of_them_come_back(tmp_path):
     settings = {"max_steps": 3, "save_steps": 2, "learning_rate": 1e-2}
     whole = build(tmp_path / "whole", model=experts("qwen3_moe"), **settings)
