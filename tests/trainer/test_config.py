@@ -85,6 +85,7 @@ def test_checkpointing_can_be_set_by_either_name(tmp_path, name, on):
         ({"fused_layers_exclude": ["qk_rotery"]}, "split_convolution.*qk_rotary"),
         ({"fused_layers_exclude": "qk_rotary"}, "a list of names"),
         ({"stop_signals": "SIGTERM"}, "a list of signals that can be caught"),
+        ({"stop_signals": ["SIGNOTHING"]}, "a list of signals that can be caught"),
         ({"stop_signals": ["SIGKILL"]}, "a list of signals that can be caught"),
         ({"chat_template_kwargs": "enable_thinking"}, "a dict, chat_template_kwargs="),
         ({"lr_scheduler_kwargs": "min_lr"}, "a dict, lr_scheduler_kwargs="),

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.trainer.ranks.agreement import runs_alone
 
 # Counts of target tokens stay far below: 2**40 of them in one step would be 4 TiB of ids.
@@ -34,14 +33,11 @@ class StopSignal:
     """Remembers that this process was told to end, and finds out at which step all ranks know.
 
     Args:
-        names: signals to listen to, such as "SIGTERM"; none for no listening.
-
-    Raises:
-        ConfigurationError: a name that is no signal.
+        names: signals to listen to, such as "SIGTERM", which the config has checked; none for no listening.
     """
 
     def __init__(self, names: Sequence[str] | None) -> None:
-        self._numbers = [_number(name) for name in names or ()]
+        self._numbers = [signal.Signals[name] for name in names or ()]
         self.received: str | None = None
         """The signal that this process got."""
         self.stopped_by: str | None = None
@@ -185,12 +181,3 @@ def _ignore_while_training(
         signal.signal(number, obey_afterwards)
     if then is not None:
         then(worker)
-
-
-def _number(name: str) -> signal.Signals:
-    try:
-        return signal.Signals[name]
-    except KeyError:
-        raise ConfigurationError(
-            f"stop_signals: {name!r} is no signal of this system", mend='stop_signals: ["SIGTERM", "SIGUSR1"]'
-        ) from None

@@ -12,8 +12,6 @@ from checkpoint_run import SignalAt, losses, names, small
 from test_sft import Recorder
 from transformers import TrainerCallback
 
-from hf_speedkit.core.errors import ConfigurationError
-
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_ends_training_with_a_whole_checkpoint_and_the_resumed_run_is_the_uninterrupted_one(
@@ -93,8 +91,3 @@ def test_somebody_elses_handler_stays(tmp_path):
         assert signal.getsignal(signal.SIGTERM) is handler
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def test_a_word_that_is_no_signal_is_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="'SIGNOTHING' is no signal"):
-        small(tmp_path, stop_signals=["SIGNOTHING"])
