@@ -247,6 +247,8 @@ class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
             self._running.enter_context(self.startup.watched())  # sharding and loading can fail on one rank alone
             self._running.callback(self.recompute.undo)
             self._running.callback(self.offloading.undo)
+            if self.throughput is not None:
+                self._running.callback(self.throughput.close)
             if self.trace is not None:
                 self._running.enter_context(self.trace.closing())
             output = super().train(resume_from_checkpoint, *args, **kwargs)

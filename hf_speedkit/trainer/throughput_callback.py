@@ -141,16 +141,26 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
         """Tokens of the run and steady rates of this session, up to the last logging step or the end of training."""
         return run_totals(self._job.ledger, peak_tflops=self._inputs.peak_tflops)
 
+    def close(self) -> None:
+        """Take off all hooks and end sampling; training's end does, and a trainer whose training failed should."""
+        self._running = False
+        self._counter.unwatch()
+        self._compilations.stop()
+        if self._counted is not None:
+            self._counted.close()
+            self._counted = None
+        if self._sampler is not None:
+            self._sampler.stop()
+            self._sampler = None
+
     # ---- Trainer events ---------------------------------------------------------------------------------------------
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **given: Any
     ) -> None:
         """Start afresh: a callback object may serve several `train()` calls."""
-        self._stop_helpers()
-        self._running = True
-        self._forward_expected = False
-        self._error = None
+        self.close()
+        self._running, self._forward_expected, self._error = True, False, None
         self._first_step_reason = "resume" if state.global_step > 0 else "warm-up"
         self._job = JobLedger(world_size=args.world_size, device=args.device, before=load_totals(state))
         self._inputs = self._given.completed(args, model)
@@ -243,8 +253,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
         found = find_nonfinite(window.everything, {}, state.global_step)
         if found is not None:
             self._report.warn_once(found.sentence())
-        self._stop_helpers()
-        self._running = False
+        self.close()
         if found is not None and self._stops(args):
             raise refusal(found, {})  # in the steps after the last log: what is saved next would be NaN
 
@@ -270,7 +279,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
             save_totals(state, tokens)
             found = find_nonfinite(everything, {}, state.global_step)
             if found is not None and self._stops(args):
-                self._stop_helpers()
+                self.close()
                 raise refusal(found, {})  # weights that are NaN must push no good checkpoint out
 
     # ---- inside -----------------------------------------------------------------------------------------------------
@@ -288,7 +297,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
             return
         if event == "log" and self._error is not None:
             error, self._error = self._error, None
-            self._stop_helpers()
+            self.close()
             raise error
         if self._counted is not None and event != "train_begin" and self._counted.through(event):
             self._clock.pause("log")
@@ -338,13 +347,3 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
             for reason, what in ((self._sampler.reason, "utilisation"), (self._sampler.gpm_reason, "GPM counters")):
                 if reason is not None:
                     self._report.warn_once(f"no GPU {what} will be logged: {reason}")
-
-    def _stop_helpers(self) -> None:
-        self._counter.unwatch()
-        self._compilations.stop()
-        if self._counted is not None:
-            self._counted.close()
-            self._counted = None
-        if self._sampler is not None:
-            self._sampler.stop()
-            self._sampler = None

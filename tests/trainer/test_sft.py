@@ -233,15 +233,17 @@ def test_a_traced_step_is_explained_and_stays_out_of_the_rates(tmp_path):
     assert diagnose(summary)
 
 
-def test_a_trace_is_closed_when_training_fails(tmp_path):
+def test_trace_and_hooks_are_closed_when_training_fails(tmp_path):
     class Fail(TrainerCallback):
         def on_step_begin(self, args, state, control, **_):
             if state.global_step == 2:
                 raise RuntimeError("boom")
 
     trainer = trainer_for(tmp_path, trace_steps=[3], callbacks=[Fail()])
+    before = [len(hooks) for hooks in (trainer.model._forward_pre_hooks, trainer.model._forward_hooks)]
     with pytest.raises(RuntimeError, match="boom"):
         trainer.train()
+    assert [len(hooks) for hooks in (trainer.model._forward_pre_hooks, trainer.model._forward_hooks)] == before
     assert any("partial" in message or "no trace" in message for message in trainer.trace.messages)
 
 
