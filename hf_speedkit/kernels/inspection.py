@@ -19,6 +19,7 @@ from hf_speedkit.kernels.config_checks import (
     with_what_it_calls,
 )
 from hf_speedkit.kernels.demands import Requirement, demanded
+from hf_speedkit.kernels.experts import experts_checks
 from hf_speedkit.kernels.fused_layers import fused_layer_checks
 from hf_speedkit.kernels.hub import inference_only_checks
 from hf_speedkit.kernels.imports import installed_version
@@ -28,7 +29,6 @@ from hf_speedkit.kernels.liger import liger_check
 from hf_speedkit.kernels.model_checks import (
     asked_attention_checks,
     attention_checks,
-    experts_checks,
     judge_replaced,
     model_config,
     unread_layers,

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 SDPA_WARNING_SLOTS = 4096
 """Rows longer than this make the mask worth a word: 16 MiB at 4,096 slots, four times as much for each doubling."""
 
-_EXPERTS = ("grouped_mm", "batched_mm", "deepgemm", "sonicmoe")
-
 
 def model_config(model: nn.Module) -> Any:
     """Config of the transformers model inside `model` (PEFT, DDP and FSDP wrappers are looked through), or None."""
@@ -137,20 +135,6 @@ def _is_foreign(kind: type) -> bool:
     homes = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "liger_kernel", "hf_speedkit", "fla")
     written = next((each for each in kind.__mro__ if not each.__module__.startswith("torch.")), kind)
     return written.__module__.partition(".")[0] not in homes and written is not object
-
-
-def experts_checks(model: nn.Module) -> Iterator[KernelCheck]:
-    """One check per class of mixture-of-experts layers that transformers dispatches."""
-    found: Counter[tuple[str, str]] = Counter()
-    for module in model.modules():
-        forward = getattr(type(module), "forward", None)
-        if "experts_interface" in getattr(getattr(forward, "__code__", None), "co_freevars", ()):
-            found[type(module).__name__, str(getattr(module.config, "_experts_implementation", None))] += 1
-    totals: Counter[str] = Counter()
-    for (layer, _), count in found.items():
-        totals[layer] += count
-    for (layer, implementation), count in sorted(found.items()):
-        yield check_of("experts", layer, count, totals[layer], _judge_experts(implementation))
 
 
 def _dispatching(model: nn.Module) -> dict[str, Any]:
@@ -289,25 +273,6 @@ def _judge_flex(*, live: bool) -> Judgement:
                 fix="unset TORCH_COMPILE_DISABLE",
             )
     return Judgement(verdict=KernelVerdict.FUSED, evidence=evidence)
-
-
-def _judge_experts(implementation: str) -> Judgement:
-    if implementation == "eager":
-        return Judgement(
-            verdict=KernelVerdict.FALLBACK,
-            evidence="eager experts",
-            reason="it loops over the experts; transformers takes it without a word where grouped_mm cannot be used "
-            "(5.23, modeling_utils.py:1883)",
-            fix='experts_implementation="grouped_mm"',
-        )
-    if implementation in _EXPERTS:
-        return Judgement(verdict=KernelVerdict.FUSED, evidence=f"experts implementation {implementation}")
-    return Judgement(
-        verdict=KernelVerdict.UNVERIFIED,
-        evidence=f"experts implementation {implementation!r}",
-        reason="it is not one this version knows",
-        fix='experts_implementation="grouped_mm"',
-    )
 
 
 def _is_ours(implementation: str) -> bool:

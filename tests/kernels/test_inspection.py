@@ -218,6 +218,13 @@ def test_v56_experts_that_were_asked_for_and_not_got_are_refused():
     assert 'experts_implementation="grouped_mm"' in str(error.value)
 
 
+def test_v56_experts_that_loop_under_the_name_of_the_grouped_product_are_a_fallback(monkeypatch):
+    """transformers 5.23 decides that in every forward pass anew, by GPU and torch, and says nothing."""
+    model = tiny_model("qwen3_5_moe", layer_types=["full_attention"] * 4)
+    monkeypatch.setattr("transformers.integrations.moe._can_use_grouped_mm", lambda *weights: False)
+    assert verdicts(check_kernels(model))["experts"] is KernelVerdict.FALLBACK
+
+
 def test_a_model_in_which_nothing_is_recognised_is_unverified():
     with pytest.raises(KernelAssertionError, match="could not be verified"):
         assert_kernels(torch.nn.Linear(2, 2))
