@@ -42,7 +42,8 @@ def taking_saved_names(model: Any) -> Iterator[None]:
 
     `save_pretrained` splits experts and renames modules into the form a model has on the Hub, and `from_pretrained`
     puts them together again; Trainer (5.23, trainer.py:3696 and 3827) resumes with torch's `load_state_dict`, which
-    finds none of those names: Mixtral's or Qwen3-MoE's experts would go on from where the run began, with a warning.
+    finds none of those names: Mixtral's or Qwen3-MoE's experts would go on from where the run began, with a warning
+    (https://github.com/huggingface/transformers/issues/48805).
 
     Args:
         model: a transformers model; adapters and other modules are left alone.
