@@ -14,7 +14,7 @@ from hf_speedkit.packing.documents import prepare_documents
 from hf_speedkit.packing.planner import plan_packing
 from hf_speedkit.packing.stream import PackedStream, StreamCollator, StreamState
 from hf_speedkit.packing.stream_documents import no_documents
-from hf_speedkit.packing.stream_source import keeps_its_place, share_of_rank
+from hf_speedkit.packing.stream_source import keeps_its_place, refuse_other_orders, share_of_rank, shuffles_of
 
 SLOTS = 64
 
@@ -227,3 +227,20 @@ def test_a_state_of_another_version_is_refused():
     with pytest.raises(PackingError, match="cannot be read"):
         StreamState.from_dict(state)
     assert no_documents(SLOTS, "error").documents == 0
+
+
+@pytest.mark.parametrize("change", [lambda stream: stream, lambda stream: stream.filter(bool).map(dict)])
+def test_v34_ranks_that_shuffle_a_stream_without_a_seed_are_refused(change):
+    def shuffled(**seed):
+        return shuffles_of(change(IterableDataset.from_generator(rows_of_text).shuffle(buffer_size=4, **seed)))
+
+    refuse_other_orders([shuffled(seed=3), shuffled(seed=3)])
+    refuse_other_orders([shuffles_of(change(IterableDataset.from_generator(rows_of_text))) for _ in range(2)])
+    with pytest.raises(DatasetError, match="1 of 2 ranks would read the stream in another order"):
+        refuse_other_orders([shuffled(seed=3), shuffled(seed=4)])
+    with pytest.raises(DatasetError, match="the same seed on every rank"):
+        refuse_other_orders([shuffled(), shuffled()])
+
+
+def rows_of_text():
+    yield from ({"text": str(index)} for index in range(8))

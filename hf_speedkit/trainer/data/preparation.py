@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from typing import Any, Self
 
 from datasets import Dataset, IterableDataset
@@ -18,7 +19,7 @@ from hf_speedkit.core.errors import DatasetError
 from hf_speedkit.packing.documents import document_lengths, prepare_documents
 from hf_speedkit.packing.row_rules import PACKED_COLUMNS
 from hf_speedkit.packing.stream import PackedStream
-from hf_speedkit.packing.stream_source import share_of_rank
+from hf_speedkit.packing.stream_source import refuse_other_orders, share_of_rank, shuffles_of
 from hf_speedkit.trainer.config import SpeedSFTConfig
 from hf_speedkit.trainer.data.conversation_checks import SAMPLE_ROWS
 from hf_speedkit.trainer.data.document_ends import say_what_is_odd
@@ -41,7 +42,7 @@ from hf_speedkit.trainer.data.raw_rows import (
 )
 from hf_speedkit.trainer.data.templates import MaskCheck, TemplateChecks, log_example
 from hf_speedkit.trainer.precision_rules import refuse_half_weights
-from hf_speedkit.trainer.ranks.agreement import agree
+from hf_speedkit.trainer.ranks.agreement import agree, gather_agreed
 from hf_speedkit.trainer.setting_names import refuse_unknown_arguments
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,8 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
         streaming = isinstance(dataset, IterableDataset)
         dataset = as_rows(dataset)
         if packing and streaming:
+            if getattr(dataset, "_distributed", None) is None:
+                refuse_other_orders(gather_agreed(partial(shuffles_of, dataset)))
             dataset = share_of_rank(dataset, rank=args.process_index, world_size=args.world_size)
         tokenized = "input_ids" in columns_of(dataset)
         if formatting_func is not None and not tokenized:
