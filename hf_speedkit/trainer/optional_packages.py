@@ -12,6 +12,8 @@ from importlib import metadata
 from typing import Any
 
 from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.core.records import KernelVerdict
+from hf_speedkit.kernels.flash_packages import FLASH_PACKAGES, judge_flash
 from hf_speedkit.kernels.imports import is_installed
 from hf_speedkit.trainer.trackers import require_tracker_packages
 
@@ -26,6 +28,11 @@ _OPTIMIZERS = (
     (("adamw_torch_4bit", "adamw_torch_8bit"), "torchao", "torchao"),
     (("schedule_free",), "schedulefree", "schedulefree"),
     (("stable_adamw",), "optimi", "torch-optimi"),
+)
+
+
+_OWN_ATTENTION = (
+    'leave attn_implementation out: packed rows run on torch\'s own variable-length attention (packed_attention="auto")'
 )
 
 
@@ -69,17 +76,18 @@ def require_attention(name: object) -> None:
     """
     if not isinstance(name, str):
         return
-    package = "kernels" if "/" in name else "flash_attn" if name == "flash_attention_2" else None
-    if package is not None:
-        if not is_installed(package):
+    if "/" in name:
+        if not is_installed("kernels"):
             raise ConfigurationError(
-                f"attn_implementation is {name!r}, and the package {package!r} is not installed",
-                mend="leave attn_implementation out: packed rows run on torch's own variable-length attention "
-                '(packed_attention="auto")',
-                regardless='pip install "transformers[kernels]"'
-                if package == "kernels"
-                else "pip install flash-attn --no-build-isolation (compiles for some minutes, and needs nvcc)",
+                f"attn_implementation is {name!r}, and the package 'kernels' is not installed",
+                mend=_OWN_ATTENTION,
+                regardless='pip install "transformers[kernels]"',
             )
+        return
+    if name in FLASH_PACKAGES:
+        found = judge_flash(name, live=False)
+        if found.verdict is KernelVerdict.BLOCKED:
+            raise ConfigurationError(f"attn_implementation is {name!r}: {found.reason}", mend=_OWN_ATTENTION)
         return
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
