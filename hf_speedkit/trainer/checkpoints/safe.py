@@ -126,7 +126,7 @@ class SafeCheckpoints(StreamedBatches):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Trainer's, once all ranks are known to be about to do the same."""
-        wants = wanted(self.args, self.state, self.control)
+        wants = wanted(self.args, self.state, self.control, logged=self._globalstep_last_logged)
         if wants:
             self.startup.meet(wants, step=self.state.global_step, timeout_s=self.args.ddp_timeout)
         super()._maybe_log_save_evaluate(*args, **kwargs)

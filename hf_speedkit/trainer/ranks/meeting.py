@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import IntervalStrategy, TrainerControl, TrainerState, TrainingArguments
 
 from hf_speedkit.core.errors import SpeedkitError
 from hf_speedkit.core.ranks import LOADING, Beat, has_gone_past
@@ -23,8 +23,11 @@ logger = logging.getLogger(__name__)
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.001, 0.5
 _LOOKED_EVERY_S = 1.0
 
+_NO_LOG = "leave out a log"
+
 FLAGS: Mapping[str, tuple[str, ...]] = {
     "log": ("should_log",),
+    _NO_LOG: ("should_log",),
     "evaluate": ("should_evaluate",),
     "save": ("should_save",),
     "end training": ("should_training_stop", "should_epoch_stop"),
@@ -32,14 +35,25 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
 """What ranks meet for, and the flags of `TrainerControl` that bring it about."""
 
 
-def wanted(args: TrainingArguments, state: TrainerState, control: TrainerControl) -> list[str]:
-    """What this rank is about to do behind a step, keys of `FLAGS`. A log that the settings bring about is left out: it
-    comes often, and all ranks have the same settings."""
+def wanted(args: TrainingArguments, state: TrainerState, control: TrainerControl, *, logged: int = -1) -> list[str]:
+    """What this rank is about to do behind a step, keys of `FLAGS`.
+
+    A log that the settings bring about is left out: it comes often, and all ranks have the same settings. One that the
+    settings bring about and a callback has called off is not.
+
+    Args:
+        args: the Trainer's.
+        state: the Trainer's.
+        control: the Trainer's, behind its callbacks.
+        logged: the step that was logged last.
+    """
     step = state.global_step
-    by_settings = step >= state.max_steps or step % max(1, state.logging_steps) == 0
-    by_settings = by_settings or (step == 1 and args.logging_first_step)
-    asked = [what for what, flags in FLAGS.items() if any(getattr(control, flag) for flag in flags)]
-    return [what for what in asked if what != "log" or not by_settings]
+    by_steps = args.logging_strategy == IntervalStrategy.STEPS and step % max(1, state.logging_steps) == 0
+    by_settings = by_steps or step >= state.max_steps or (step == 1 and args.logging_first_step)
+    asked = [what for what, flags in FLAGS.items() if what != _NO_LOG and any(getattr(control, flag) for flag in flags)]
+    called_off = by_steps and not control.should_log and logged != step
+    kept = [what for what in asked if what != "log" or not by_settings]
+    return [_NO_LOG, *kept] if called_off else kept
 
 
 class Meetings:

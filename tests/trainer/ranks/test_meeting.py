@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from transformers import TrainerControl, TrainerState
+from transformers import IntervalStrategy, TrainerControl, TrainerState
 
 from hf_speedkit.core.errors import SpeedkitError
 from hf_speedkit.core.ranks import COMPUTING, LEFT, LOADING, SAVING, Beat
@@ -83,6 +83,8 @@ def test_a_store_that_is_gone_is_not_waited_for():
     ("step", "flags", "wants"),
     [
         (4, ["should_log"], []),
+        (4, [], ["leave out a log"]),
+        (2, [], []),  # logged already, and its epoch ends
         (5, ["should_log"], ["log"]),
         (1, ["should_log"], []),
         (9, ["should_log", "should_training_stop"], ["end training"]),
@@ -95,4 +97,5 @@ def test_a_log_that_the_settings_bring_is_no_meeting_and_all_else_is(step, flags
     control, state = TrainerControl(), TrainerState(global_step=step, max_steps=9, logging_steps=2)
     for flag in flags:
         setattr(control, flag, True)
-    assert wanted(SimpleNamespace(logging_first_step=True), state, control) == wants
+    args = SimpleNamespace(logging_first_step=True, logging_strategy=IntervalStrategy.STEPS)
+    assert wanted(args, state, control, logged=2) == wants
