@@ -50,16 +50,12 @@ def main(argv: list[str]) -> None:
     from hf_speedkit.trainer.before_loading import require_before_loading
     from hf_speedkit.trainer.data.before_weights import check_rows
     from hf_speedkit.trainer.dataset_source import load_rows
-    from hf_speedkit.trainer.output import existing_run, refuse_existing_run, require_checkpoint, require_output_dir
+    from hf_speedkit.trainer.output import require_output
     from hf_speedkit.trainer.summary import print_summary
     from hf_speedkit.trainer.weights import load_model, load_tokenizer
 
-    require_output_dir(args.output_dir)
     resume = job.get("resume_from_checkpoint")  # a path, true for the last good one in output_dir, or auto
-    if resume:
-        require_checkpoint(resume, args.output_dir)
-    elif not args.allow_existing_output:
-        refuse_existing_run(args.output_dir, existing_run(args.output_dir))
+    require_output(args, resume)
     use_all_cores(args)
     if args.process_index == 0:
         tell_slow_imports()

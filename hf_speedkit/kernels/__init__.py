@@ -1,7 +1,7 @@
 """Which implementation each layer runs, whether it is right, and what to do when it is the slow one.
 
 - find: inspection, layout, requirements, modeling_files, imports, hub, liger, model_checks, config_checks, demands,
-  flash_packages, verdicts, refusal, faults
+  flash_packages, experts, verdicts, refusal, faults
 - know: compatibility, compatibility_rows, known, stack, caches
 - prove: probe, probe_targets, probe_inputs, probe_batch, skeleton, reference, fused_parity, gated_delta_parity,
   attention_parity, ran, layer_probe, patience

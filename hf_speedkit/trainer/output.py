@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from hf_speedkit.core.errors import ConfigurationError
 
@@ -63,6 +64,23 @@ def refuse_existing_run(output_dir: str | Path, found: str | None) -> None:
         mend=mend,
         regardless="allow_existing_output=True (in YAML: true) writes over it",
     )
+
+
+def require_output(args: Any, resume: str | bool | None) -> None:
+    """What a recipe asks of its output directory: it can be written, and holds what is resumed or no run.
+
+    Args:
+        args: a SpeedSFTConfig. Read here: `output_dir`, `allow_existing_output`.
+        resume: see `require_checkpoint`; nothing for a new run.
+
+    Raises:
+        ConfigurationError: see the functions that it calls.
+    """
+    require_output_dir(args.output_dir)
+    if resume:
+        require_checkpoint(resume, args.output_dir)
+    elif not args.allow_existing_output:
+        refuse_existing_run(args.output_dir, existing_run(args.output_dir))
 
 
 def require_checkpoint(resume: str | bool, output_dir: str | Path) -> None:
