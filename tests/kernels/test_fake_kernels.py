@@ -356,13 +356,14 @@ def test_v50_a_fault_of_the_machine_is_not_mended_by_another_version_of_the_pack
 def test_v50_a_kernel_that_does_not_come_back_is_named_while_it_runs(tmp_path, monkeypatch, caplog):
     """fla issues 947 and 999: on a GPU nothing raises when a kernel or its tuning hangs."""
     monkeypatch.setattr(probe, "EDGE_LENGTHS", (1, 33))
-    write_fakes(tmp_path, fla=rule("import time; time.sleep(0.02); return call(), None"))
+    write_fakes(tmp_path, fla=rule("import time; time.sleep(0.1); raise RuntimeError"))
     model = model_bound_to(tmp_path, monkeypatch)
-    check_of(RULE, model, probe=True)
-    assert "the probe of" not in caplog.text
+    with patience.said_if_slow("what comes back"):
+        pass
     monkeypatch.setattr(patience, "PATIENCE_S", 0.01)
     check_of(RULE, model, probe=True)
-    assert caplog.text.count("the probe of chunk_gated_delta_rule of Qwen3_5GatedDeltaNet has run for") == 1
+    assert caplog.text.count("the probe of") == 1
+    assert "the probe of chunk_gated_delta_rule of Qwen3_5GatedDeltaNet has run for" in caplog.text
 
 
 def test_one_layer_of_three_with_another_binding_is_counted_and_named(tmp_path, monkeypatch):
