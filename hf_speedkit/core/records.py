@@ -103,6 +103,7 @@ class IsolationReport:
         tolerance: the bound both leaks were held to.
         leaks: names of the operations that leak, where they could be told apart.
         operations: operations that were looked at one by one.
+        placement_change: largest change of its log-probabilities at the row's start; None where rounding hides it.
     """
 
     passed: bool
@@ -115,6 +116,7 @@ class IsolationReport:
     tolerance: float
     leaks: tuple[str, ...] = ()
     operations: tuple[str, ...] = ()
+    placement_change: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

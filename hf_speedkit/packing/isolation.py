@@ -13,6 +13,7 @@ and the other documents' log-probabilities must move.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from hf_speedkit.core.errors import IsolationError
 from hf_speedkit.core.records import IsolationReport
 from hf_speedkit.packing.boundaries import IGNORE_INDEX, Document, check_packed_batch
 from hf_speedkit.packing.operations import OperationProbe
+from hf_speedkit.packing.placement import placement_change, placement_tolerance
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +67,26 @@ def isolation_error(report: IsolationReport) -> IsolationError:
             ),
             mend="check that the model is not all zeros and that the probed documents have more than one token",
         )
+    if math.inf in (report.own_gradient, report.others_change):  # `_largest` counts NaN as infinite
+        return IsolationError(
+            "the isolation probe could not tell: the model's log-probabilities or their gradient are not finite",
+            evidence=(
+                f"gradient at the document's own embeddings {report.own_gradient:.1e}",
+                f"change of the replaced documents {report.others_change:.1e}",
+            ),
+            mend="look for NaN in the weights (a damaged checkpoint), or compute in bf16 or fp32",
+        )
+    apart = max(report.output_change, report.gradient_leak) <= report.tolerance and not report.leaks
+    if apart and report.placement_change is not None:
+        return IsolationError(
+            "a document's log-probabilities depend on where in the row it lies",
+            evidence=(
+                f"document {report.probed_document} of {report.documents}: they change by up to "
+                f"{report.placement_change:.1e} at the row's start",
+                "documents do not see one another; positions, or what attention looks at, are those of the row",
+            ),
+            mend="train this model with packing=False and padding_free=False",
+        )
     named = f" through {', '.join(report.leaks)}" if report.leaks else ""
     return IsolationError(
         f"documents in one packed row see one another{named}",
@@ -83,7 +105,8 @@ def isolation_error(report: IsolationReport) -> IsolationError:
 def probe_isolation(
     model: torch.nn.Module, batch: Mapping[str, Any], *, tolerance: float | None = None
 ) -> IsolationReport:
-    """Measure both leaks; see `assert_isolation` for arguments. Costs two forward passes and one backward pass.
+    """Measure both leaks; see `assert_isolation` for arguments. Costs two forward passes and one backward pass, in fp32
+    two forward passes more (see placement.py).
 
     A compiled model is asked through its own Python code: compiled passes with and without gradients round in different
     ways, which is no leak, and tracing does not get through the operations' probe.
@@ -103,6 +126,11 @@ def probe_isolation(
             own, others, before = _gradients(model, inputs, document)
     with _uncompiled(model), _slow_decay(model), _same_randomness(inputs["input_ids"].device), torch.no_grad():
         after = _log_probs(model, replaced)
+    moved = None
+    allowed = placement_tolerance(model)
+    if allowed is not None:
+        with _uncompiled(model), _slow_decay(model):
+            moved = placement_change(model, inputs, documents, index, lambda row: _log_probs(model, row))
     difference = (after - before).abs()
     # log_probs[t] scores token t + 1: positions start .. stop - 2 belong to the document.
     inside = difference[0, document.start : document.stop - 1]
@@ -110,7 +138,8 @@ def probe_isolation(
     output_change, others_change = _largest(inside), _largest(outside)
     leaks = probe.leaks()
     alive = own > 0.0 and others_change > 0.0
-    passed = alive and output_change <= bound and others <= bound and not leaks
+    still = moved is None or allowed is None or moved <= allowed
+    passed = alive and output_change <= bound and others <= bound and not leaks and still
     return IsolationReport(
         passed=passed,
         documents=len(documents),
@@ -122,6 +151,7 @@ def probe_isolation(
         tolerance=bound,
         leaks=leaks,
         operations=probe.operations(),
+        placement_change=moved,
     )
 
 

@@ -132,6 +132,7 @@ def test_the_family_keeps_documents_apart_exactly(family):
     assert max(report.output_change, report.gradient_leak) <= report.tolerance
     assert (report.tolerance > 0) is ("moe" in family or family in ("mixtral", "qwen3_next"))
     assert report.own_gradient > 0.01
+    assert report.placement_change < 1e-5
     refuse_leaking_family(family)
 
 

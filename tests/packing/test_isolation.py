@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from support import tiny_hybrid, tiny_llama
+from support import VOCABULARY, tiny_hybrid, tiny_llama
 
 from hf_speedkit.core.errors import IsolationError, PackingError
 from hf_speedkit.kernels import reference
@@ -175,7 +175,25 @@ def test_a_dead_model_proves_nothing(hybrid):
 def test_a_model_that_gives_nan_does_not_pass(hybrid):
     with torch.no_grad():
         hybrid.lm_head.weight.fill_(float("nan"))
-    assert not probe_isolation(hybrid, packed()).passed
+    with pytest.raises(IsolationError, match="are not finite"):
+        assert_isolation(hybrid, packed())
+
+
+def test_v12_positions_that_count_the_row_are_seen_where_documents_are_kept_apart():
+    """Learned positions of the row's slots: no document sees another, and each is trained at places it never has."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": VOCABULARY}
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.5, use_cache=False)).train()
+    assert assert_isolation(model, packed()).placement_change < 1e-5
+    assert all(module.training for module in model.modules())
+    positions = model.transformer.wpe
+    learned = positions.forward
+    positions.forward = lambda given: learned(torch.arange(given.shape[-1])[None])
+    with pytest.raises(IsolationError, match="depend on where in the row it lies"):
+        assert_isolation(model, packed())
+    assert probe_isolation(model.to(torch.bfloat16), packed()).placement_change is None  # rounding would hide it
 
 
 def test_one_document_alone_proves_nothing(hybrid):
@@ -223,7 +241,7 @@ def test_trls_fused_head_is_probed_through_the_call_that_trains(hybrid):
     fused = assert_isolation(hybrid, packed())
     assert fused.passed
     assert fused.own_gradient == pytest.approx(plain.own_gradient, rel=1e-4)
-    assert len(calls) == 2
+    assert len(calls) == 4  # two of them to move the document
 
 
 def test_the_reference_is_what_was_bound(hybrid):
