@@ -25,6 +25,7 @@ class Rung:
         environment: environment variables of the process.
         steps: optimizer steps at gradient accumulation 1; a slow rung needs fewer for the same certainty.
         hybrid_only: it is about GatedDeltaNet layers.
+        lora_only: it is about adapters.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Rung:
     environment: Mapping[str, str] = field(default_factory=dict)
     steps: int = 30
     hybrid_only: bool = False
+    lora_only: bool = False
 
 
 def _minus(item: str, **settings: Any) -> Rung:
@@ -80,6 +82,7 @@ CHOICES = (
         way="trl",
         settings={"activation_checkpointing_kwargs": {"use_reentrant": False, "selective": True}},
     ),
+    Rung(name="speedkit, fused LoRA", way="speedkit", settings={"fused_lora": True}, lora_only=True),
     Rung(name="speedkit, FlashQLA", way="speedkit", environment={"FLA_FLASH_QLA": "1"}, hybrid_only=True),
 )
 """Free choice within the memory of the device."""
@@ -145,6 +148,7 @@ def selected(names: list[str], workload: Workload) -> list[Rung]:
     found: dict[str, Rung] = {}
     for name in names:
         for rung in GROUPS.get(name, ()) or (RUNGS[name],):
-            if workload.hybrid or not rung.hybrid_only:
+            fits = workload.hybrid or not rung.hybrid_only
+            if fits and (workload.lora_rank is not None or not rung.lora_only):
                 found[rung.name] = rung
     return list(found.values())

@@ -36,7 +36,7 @@ RECIPE = """
 PAGES = {  # the page that says most about a setting
     "packing": "packing_strategy tokens_per_batch cost_window_steps overlong isolation_check packing",
     "packing.md#templates-and-masks": "chat_template_kwargs template_check exclude_generation_prompt",
-    "kernels": "kernel_assertion fused_layers fused_layers_exclude packed_attention",
+    "kernels": "kernel_assertion fused_layers fused_layers_exclude fused_lora packed_attention",
     "speed": "loss_head fused_optimizer activation_checkpointing_layers",
     "memory": "activation_checkpointing_keep activation_offloading_layers memory_check",
     "metrics": "throughput peak_tflops count_launches_every nonfinite logging_nan_inf_filter",

@@ -22,6 +22,7 @@ QK_ROTARY = "qk_rotary"
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NORMS = ("q_norm", "k_norm")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_hf_hook")
 
 _MOST_ELEMENTS = 2**31
 """Of the queries: the kernels find a head by its number times its stride in 32 bits."""
@@ -160,9 +161,12 @@ def _can_turn(module: Any, hidden_states: Tensor, tables: Any) -> bool:
 
 def norms_have_hooks(module: Any) -> bool:
     """Whether anybody waits for a norm's own call: to look at it, or to load its weight (FSDP2, accelerate)."""
-    norms = [getattr(module, name) for name in _NORMS]
-    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_hf_hook")
-    return any(getattr(norm, name, None) for norm in norms for name in hooks)
+    return any(has_hooks(getattr(module, name)) for name in _NORMS)
+
+
+def has_hooks(module: Any) -> bool:
+    """Whether anybody waits for a module's own call."""
+    return any(map(module.__dict__.get, _HOOKS))
 
 
 def _width(norm: Any) -> int | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_speedkit.kernels.fused_attention import QK_ROTARY, attention_forward, has_head_norms
 from hf_speedkit.kernels.gated_delta_forward import is_gated_delta_net, split_forward
+from hf_speedkit.kernels.lora_forward import LORA, adapted_forward, has_adapters
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -59,6 +60,8 @@ def _part_of(module: nn.Module) -> str | None:
     if name.endswith("MLP") and projections <= set(module._modules) <= projections | {"act_fn"}:
         is_silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
         return SWIGLU if is_silu else None
+    if has_adapters(module):
+        return LORA
     if is_gated_delta_net(module):
         return SPLIT_CONVOLUTION
     return QK_ROTARY if has_head_norms(module) else None
@@ -76,6 +79,8 @@ def candidates(part: str, *, zero_centred: bool = False, layer: nn.Module | None
         return (Candidate(package="hf_speedkit", make=lambda: split_forward(layer)),)
     if part == QK_ROTARY:
         return (Candidate(package="hf_speedkit", make=lambda: attention_forward(one_plus=zero_centred)),)
+    if part == LORA:
+        return (Candidate(package="hf_speedkit", make=adapted_forward),)
     if part == RMS_NORM:
         return (
             Candidate(package="liger_kernel", make=lambda: _liger_rms_norm(zero_centred)),

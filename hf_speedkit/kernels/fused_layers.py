@@ -1,4 +1,4 @@
-"""Fused norms, SwiGLU, convolutions and attention heads put into a live model where proven; taken out afterwards.
+"""Fused norms, SwiGLU, convolutions, heads and adapters put into a live model where proven; taken out afterwards.
 
 Each needs no compiler to install: Triton compiles at run time. What runs is an override of `forward` on the instance
 (the convolution: of the modeling file's global), so weights, names, checkpoints and wrappers stay what they are.
@@ -30,6 +30,7 @@ from hf_speedkit.kernels.fused_forwards import (
 from hf_speedkit.kernels.gated_delta_forward import why_not_split
 from hf_speedkit.kernels.imports import installed_version, is_installed
 from hf_speedkit.kernels.layout import config_of
+from hf_speedkit.kernels.lora_forward import LORA, why_not_adapted
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONVOLUTION_PART = "convolution"
-PARTS = (CONVOLUTION_PART, SPLIT_CONVOLUTION, RMS_NORM, GATED_NORM, SWIGLU, QK_ROTARY)
+PARTS = (CONVOLUTION_PART, SPLIT_CONVOLUTION, RMS_NORM, GATED_NORM, SWIGLU, QK_ROTARY, LORA)
 """What can be fused, by the names that `exclude` takes."""
 
 _MARK = "speedkit_fused"
@@ -132,6 +133,11 @@ def fused_layer_checks(model: nn.Module) -> tuple[KernelCheck, ...]:
     )
 
 
+def is_fused(module: nn.Module) -> bool:
+    """Whether `fused_layers` lies over a layer's forward now."""
+    return _mark_of(module) is not None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Settings:
     device: torch.device
@@ -169,7 +175,9 @@ def _groups(model: nn.Module, exclude: Sequence[str]) -> list[_Group]:
         heads = _heads(name.rpartition(".")[2], part, parents.get(id(module)))
         shapes = tuple((key, tuple(value.shape), value.dtype) for key, value in module.named_parameters())
         # Attention layers of one class may differ in their window, or in whether they rotate at all.
-        switches = _switches(module) if part == QK_ROTARY else ()
+        switches: tuple[object, ...] = _switches(module) if part == QK_ROTARY else ()
+        if part == LORA and (reason := why_not_adapted(module)) is not None:
+            shapes, switches = (), (reason,)  # said once
         group = _Group(part=part, kind=type(module).__name__, heads=heads, modules=[])
         groups.setdefault((type(module), heads, shapes, switches), group).modules.append(module)
     return list(groups.values())
@@ -205,7 +213,7 @@ def _fuse(group: _Group, settings: _Settings, stack: ExitStack) -> str | None:
     from hf_speedkit.kernels.fused_parity import multiplies_by_one_plus_weight
 
     module = group.modules[0]
-    against = {SPLIT_CONVOLUTION: why_not_split, QK_ROTARY: why_not_fused}.get(group.part)
+    against = {SPLIT_CONVOLUTION: why_not_split, QK_ROTARY: why_not_fused, LORA: why_not_adapted}.get(group.part)
     reason = against(module) if against is not None else None
     if reason is not None:
         logger.info("%s of %s is left out: %s", group.part, group.kind, reason)
@@ -251,12 +259,15 @@ def _parity(group: _Group, forward: Forward, settings: _Settings) -> Parity:
     from hf_speedkit.kernels.attention_parity import compare_attention
     from hf_speedkit.kernels.fused_parity import compare
     from hf_speedkit.kernels.gated_delta_parity import compare_split
+    from hf_speedkit.kernels.lora_parity import compare_adapted
 
     module, device, dtype = group.modules[0], settings.device, settings.dtype
     if group.part == SPLIT_CONVOLUTION:
         return compare_split(module, forward, slots=settings.slots, device=device, dtype=dtype)
     if group.part == QK_ROTARY:
         return compare_attention(module, forward, slots=settings.slots, device=device, dtype=dtype)
+    if group.part == LORA:
+        return compare_adapted(module, forward, slots=settings.slots, device=device, dtype=dtype)
     return compare(module, forward, group.part, rows=settings.slots * group.heads, device=device, dtype=dtype)
 
 

@@ -18,11 +18,13 @@ class Adapters:
         rank: of each.
         targets: names of the linear maps (their last part) that get one; empty means all of the layers'.
         dtype_bytes: 4 where peft keeps them in fp32, 2 for bf16.
+        fused: beside weights that are not packed they run as in `lora.py`, which holds no input in fp32.
     """
 
     rank: int = 16
     targets: tuple[str, ...] = ()
     dtype_bytes: int = 4
+    fused: bool = False
 
 
 def adapt(layer: nn.Module, adapters: Adapters, *, four_bit: bool) -> None:
@@ -40,12 +42,14 @@ def adapt(layer: nn.Module, adapters: Adapters, *, four_bit: bool) -> None:
         if adapted or four_bit:
             rank = adapters.rank if adapted else None
             parent = layer.get_submodule(name.rpartition(".")[0])
-            setattr(parent, name.rpartition(".")[2], _adapted_linear(module, rank, dtype, four_bit))
+            fused = adapters.fused and not four_bit
+            setattr(parent, name.rpartition(".")[2], _adapted_linear(module, rank, dtype, four_bit, fused))
 
 
-def _adapted_linear(base: nn.Linear, rank: int | None, dtype: torch.dtype, four_bit: bool) -> nn.Module:
+def _adapted_linear(base: nn.Linear, rank: int | None, dtype: torch.dtype, four_bit: bool, fused: bool) -> nn.Module:
     from torch import nn
 
+    from hf_speedkit.kernels.lora import Adapter, adapted_linear
     from hf_speedkit.kernels.saved_tensors import FourBitLinear
 
     unpacked: Any = FourBitLinear
@@ -62,6 +66,9 @@ def _adapted_linear(base: nn.Linear, rank: int | None, dtype: torch.dtype, four_
 
         def forward(self, x: torch.Tensor) -> Any:
             """The map's output plus the adapter's."""
+            if fused and self.down is not None and self.up is not None:
+                adapter = Adapter(down=self.down.weight, up=self.up.weight, scaling=2.0)
+                return adapted_linear(x, base.weight.to(x.dtype), base.bias, adapter)
             shape = (base.out_features, base.in_features)
             result = unpacked.apply(x, *shape) if four_bit else self.base(x)
             if self.down is None or self.up is None:

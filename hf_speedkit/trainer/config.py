@@ -10,6 +10,7 @@ from typing import Any, Self
 from trl import SFTConfig
 
 from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.kernels.lora_forward import LORA
 from hf_speedkit.trainer.config_rules import (
     ASSERTIONS,
     EXPORTS,
@@ -66,7 +67,10 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
             a forward that copies nothing for its kernel, and attention layers one that normalises and rotates their
             heads in one kernel, where it agrees in the same way.
         fused_layers_exclude: names to leave alone: "convolution", "split_convolution", "rms_norm", "gated_norm",
-            "swiglu", "qk_rotary".
+            "swiglu", "qk_rotary", "lora".
+        fused_lora: on a GPU, run peft's LoRA layers (one adapter, no dropout, weights not quantized) without copies in
+            fp32, where that agrees with peft's own forward; products take adapters rounded to the activations' dtype,
+            as under bf16 autocast. Off until it is measured on a GPU.
         loss_head: "auto" computes the loss of packed rows from hidden states in one go, without host reads and without
             projecting twice, where the model's output layer is a plain one; "trl" leaves TRL's head in place.
         fused_optimizer: torch's fused AdamW (optim="adamw_torch_fused") runs as one kernel a tensor that also clips.
@@ -168,9 +172,10 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
     fused_layers_exclude: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Layers to leave alone: convolution, split_convolution, rms_norm, gated_norm, swiglu, qk_rotary."
+            "help": "Parts left alone: convolution, split_convolution, rms_norm, gated_norm, swiglu, qk_rotary, lora."
         },
     )
+    fused_lora: bool = field(default=False, metadata={"help": "Run LoRA without copies in fp32, where it is proven."})
     loss_head: str = field(
         default="auto",
         metadata={"help": "auto: our loss head where it can serve; trl: TRL's.", "choices": ["auto", "trl"]},
@@ -295,6 +300,11 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         """Slots of a packed row, settled."""
         assert self.tokens_per_batch is not None, "set in __post_init__ when packing is on"
         return self.tokens_per_batch
+
+    @property
+    def unfused_layers(self) -> tuple[str, ...]:
+        """Parts that `fused_layers` is to leave alone."""
+        return (*(self.fused_layers_exclude or ()), *(() if self.fused_lora else (LORA,)))
 
     def epochs(self, tokens: int) -> int:
         """Epochs that a run on `tokens` real tokens will see; a sampler must know them to keep their length equal."""

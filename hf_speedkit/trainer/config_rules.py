@@ -53,7 +53,7 @@ def _are_signals(value: object) -> bool:
 
 _DICTS = ("chat_template_kwargs", "lr_scheduler_kwargs", "activation_checkpointing_kwargs", "model_init_kwargs",
           "dataset_kwargs")  # fmt: skip
-_SWITCHES = ("packing", "fused_layers", "fused_optimizer", "isolation_check", "throughput", "step_log",
+_SWITCHES = ("packing", "fused_layers", "fused_lora", "fused_optimizer", "isolation_check", "throughput", "step_log",
              "allow_existing_output", "exclude_generation_prompt", "fsdp_zero_copy")  # fmt: skip
 _BOOLS = (bool, bool | None, "bool", "bool | None")
 # Text such as "false" is true to Python, and a wrong number would be found after the model is loaded, or never.

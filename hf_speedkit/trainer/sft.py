@@ -304,7 +304,7 @@ class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
             self._running.enter_context(
                 fused_layers(
                     self.model,
-                    exclude=self.args.fused_layers_exclude or (),
+                    exclude=self.args.unfused_layers,
                     dtype=activation_dtype(self.args),
                     tokens_per_batch=self.args.row_slots if self.packing_active else None,
                 )

@@ -28,6 +28,12 @@ def test_a_dense_model_has_no_fallback_to_measure():
     assert names == {"kernels", "trl", "speedkit, full checkpointing", "speedkit"}
 
 
+def test_a_full_fine_tune_has_no_adapters_to_measure():
+    fused = "speedkit, fused LoRA"
+    assert [rung.name for rung in selected([fused], WORKLOADS["27b-8-lora"])] == [fused]
+    assert selected([fused], WORKLOADS["27b-8"]) == []
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_cold_machine_compiles_in_runs_that_enter_no_table(tmp_path, monkeypatch, compiled):
     if compiled:

@@ -12,6 +12,7 @@ TRL's selective checkpointing keeps the outputs of sdpa and flash-attn operation
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import mode
 from typing import Any
 
@@ -22,17 +23,21 @@ from hf_speedkit.trainer.memory.layer_marks import recomputes
 
 _FLOPS = "speedkit_kept_flops_per_token"
 
+_Take = Callable[[], torch.Tensor | None]
+
 
 class KeptProducts:
     """The plain linear maps of one checkpointed layer, whose outputs can be kept.
 
     Args:
-        layer: the layer; each `torch.nn.Linear` in it without a bias counts, if nothing else overrides its forward.
+        layer: the layer; each `torch.nn.Linear` in it without a bias counts, if nothing else overrides its forward. Not
+            those of LoRA: of `lora_B` an output in fp32 is twice that of the map beside it, for a product of 16 inputs.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer = layer
-        self._maps = [_Map(module) for module in layer.modules() if isinstance(module, nn.Linear) and _is_plain(module)]
+        linears = ((name, one) for name, one in layer.named_modules() if isinstance(one, nn.Linear) and _is_plain(one))
+        self._maps = [_Map(module) for name, module in linears if not {"lora_A", "lora_B"} & set(name.split("."))]
 
     @property
     def bytes(self) -> int:
@@ -136,13 +141,36 @@ class _Map:
 
     def _forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (torch's own name)
         weight = self._module.weight
+
+        def make(take: _Take | None) -> torch.Tensor:
+            if take is None:
+                return nn.functional.linear(input, weight)
+            output: torch.Tensor = _Product.apply(input, weight, take)  # type: ignore[no-untyped-call]
+            return output
+
+        return self.through(input, make)
+
+    def through(
+        self,
+        input: torch.Tensor,  # noqa: A002
+        make: Callable[[_Take | None], torch.Tensor],
+        *,
+        beside: int = 0,
+    ) -> torch.Tensor:
+        """What `make` makes of an input, kept; `make` is given what takes a kept output, or None where none is kept.
+
+        A fused adapter (`kernels/lora_forward.py`) calls this in the place of the forward: what is kept is its sum,
+        and `beside` the size of its own matrix that is not multiplied again either.
+        """
+        self.weights = self._module.in_features * self._module.out_features + beside
+        weight = self._module.weight
         kind: type = type(weight.data)  # a DTensor where weights are split over ranks
         plain = kind is torch.Tensor and input.dtype == weight.dtype
         if not torch.is_grad_enabled() or not plain or torch.is_autocast_enabled(input.device.type):
-            return nn.functional.linear(input, weight)
+            return make(None)
         if not self._keeps:
-            return self._watched(nn.functional.linear(input, weight))
-        output: torch.Tensor = _Product.apply(input, weight, self)  # type: ignore[no-untyped-call]
+            return self._watched(make(None))
+        output = make(self.take)
         if not recomputes():
             self._put(output)
         return output
@@ -187,11 +215,11 @@ class _Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, kept: _Map) -> torch.Tensor:  # noqa: A002
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, take: _Take) -> torch.Tensor:  # noqa: A002
         # As torch does: what a gradient that nobody needs would be made of is not held (LoRA's frozen weights).
         for_input, for_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         ctx.save_for_backward(input if for_weight else None, weight if for_input else None)
-        output = kept.take()
+        output = take()
         return nn.functional.linear(input, weight) if output is None else output.detach()
 
     @staticmethod

@@ -56,7 +56,7 @@ def planned_job(
         return setting
     adapters = None
     if peft_config is not None:
-        adapters = _adapters(peft_config)
+        adapters = _adapters(peft_config, fused=bool(args.fused_layers and args.fused_lora))
         if adapters is None:
             return f"{type(peft_config).__name__} with these targets is not modelled"
     loading = args.model_init_kwargs or {}
@@ -148,7 +148,7 @@ def _fsdp_config(args: Any) -> Mapping[str, Any]:
     return {str(key).removeprefix("fsdp_"): value for key, value in config.items()}
 
 
-def _adapters(peft_config: Any) -> Any:
+def _adapters(peft_config: Any, *, fused: bool) -> Any:
     from hf_speedkit.kernels.traced_adapters import Adapters
 
     targets = getattr(peft_config, "target_modules", None)
@@ -156,7 +156,7 @@ def _adapters(peft_config: Any) -> Any:
     if not isinstance(rank, int) or (isinstance(targets, str) and targets != "all-linear"):
         return None
     names = () if targets is None or isinstance(targets, str) else tuple(sorted(targets))
-    return Adapters(rank=rank, targets=names)
+    return Adapters(rank=rank, targets=names, fused=fused)
 
 
 def _has_fused_kernels() -> bool:

@@ -17,6 +17,7 @@ from hf_speedkit.core.devices import peak_tflops, tensor_clock_mhz
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.core.flops import LAYER_PARTS, REENTRANT_PARTS, ModelFlops, Part, model_flops
 from hf_speedkit.core.records import TokenCounts
+from hf_speedkit.kernels.fused_layers import is_fused
 from hf_speedkit.trainer.memory.kept_products import kept_flops_per_token
 
 
@@ -283,7 +284,8 @@ def more_at_the_end(layer: torch.nn.Module, flops: ModelFlops | None) -> float:
 
     torch stops before the last operation that saves something. Without an adapter that is the down projection; with
     one it is the adapter's own last map, which comes after the frozen projection and the adapter's first map: of the
-    adapter, counted whole among the parts, the last map alone is not made again.
+    adapter, counted whole among the parts, the last map alone is not made again. An adapter that is fused
+    (`kernels/lora.py`) holds everything before it makes the frozen projection, which is then not made again either.
 
     Args:
         layer: a checkpointed layer.
@@ -295,7 +297,8 @@ def more_at_the_end(layer: torch.nn.Module, flops: ModelFlops | None) -> float:
     if not hasattr(end, "base_layer"):
         return 0.0
     ups = [weight for name, weight in end.named_parameters() if "lora_B" in name and weight.requires_grad]
-    return flops.feed_forward_output_per_token - 2.0 * sum(weight.numel() for weight in ups) if ups else 0.0
+    again = 0.0 if is_fused(end) else flops.feed_forward_output_per_token
+    return again - 2.0 * sum(weight.numel() for weight in ups) if ups else 0.0
 
 
 def _last_map(layer: torch.nn.Module) -> Any:
