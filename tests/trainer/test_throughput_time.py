@@ -10,16 +10,18 @@ from hf_speedkit.trainer.attach import attach
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback
 
 
-def test_evaluation_is_not_counted_and_its_time_is_no_training_time(tmp_path):
+@pytest.mark.parametrize(("attached", "eval_steps", "evaluations"), [(True, 3, 3), (False, 4, 2)])
+def test_evaluation_is_not_counted_and_its_time_is_no_training_time(tmp_path, attached, eval_steps, evaluations):
+    callback = ThroughputCallback()
     trainer = make_trainer(
-        tmp_path, eval_data=Slow(documents(LENGTHS[:4]), 0.1), eval_strategy="steps", eval_steps=2, eval_on_start=True
-    )
-    callback = train(trainer)
-    totals = callback.run_totals()
+        tmp_path, eval_data=Slow(documents(LENGTHS[:4]), 0.1), eval_strategy="steps", eval_steps=eval_steps,
+        eval_on_start=True, callbacks=None if attached else [callback],
+    )  # fmt: skip
+    totals = (train(trainer, callback) if attached else trainer.train() and callback).run_totals()
     assert as_tuple(totals.tokens) == expected(LENGTHS, 2)
-    assert totals.eval_time_s >= 4 * 0.4  # at the start and after steps 2, 4 and 6
+    assert totals.eval_time_s >= evaluations * 0.4  # at the start as well
     assert totals.rates["speed/step_time_s"] < 0.2
-    assert training_rows(trainer)[2]["speed/eval_time_s"] >= 0.4
+    assert training_rows(trainer)[eval_steps]["speed/eval_time_s"] >= 0.4
 
 
 class SlowReporter(TrainerCallback):
