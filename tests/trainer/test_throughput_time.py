@@ -44,6 +44,13 @@ def test_slow_trackers_and_checkpoints_are_neither_training_nor_data_wait(tmp_pa
     assert totals.rates["speed/data_wait_s"] < 0.1
 
 
+def test_a_slow_tracker_before_an_unattached_callback_is_no_training_time_either(tmp_path):
+    callback = ThroughputCallback()
+    make_trainer(tmp_path, callbacks=[SlowReporter(), callback], max_steps=3).train()
+    assert callback.run_totals().log_time_s >= 2 * 0.15
+    assert callback.run_totals().rates["speed/step_time_s"] < 0.14
+
+
 class SettlesBehindStepOne(TrainerCallback):
     def on_step_end(self, args, state, control, **keywords):
         if state.global_step == 1:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -175,8 +176,28 @@ def test_the_last_checkpoint_of_a_stopped_run_stays_beside_the_best(tmp_path):
     assert trainer.args.save_total_limit == 1
 
 
-def test_v34_ranks_meet_before_each_checkpoint_and_before_the_end(tmp_path):
-    trainer, met = small(tmp_path), []
+def test_v34_v35_ranks_meet_before_each_checkpoint_evaluation_and_the_end_and_evaluate_together_afterwards(tmp_path):
+    trainer = small(tmp_path, eval_dataset=tokenized([5, 6]), eval_strategy="steps", eval_steps=4)
+    met, calls = [], []
     trainer.startup.meet = lambda wants, *, step, timeout_s: met.append((step, *wants))
+    trainer.startup.call = calls.append
     trainer.train()
-    assert met == [(2, "save"), (4, "save", "end training"), (4, "end training"), (4, "end training")]
+    end = (4, "end training")
+    assert met == [(2, "save"), (4, "evaluate", "save", "end training"), end, end]
+    assert not calls
+    trainer.evaluate()
+    trainer.evaluate()
+    assert len(calls) == 2
+    assert calls[0] is calls[1], "the ranks count the calls"
+
+
+def test_v34_ranks_that_differ_stop_before_the_model_is_prepared(tmp_path, monkeypatch):
+    from hf_speedkit.trainer.proof import startup
+
+    trainer = small(tmp_path)
+    monkeypatch.setattr(startup, "runs_alone", lambda: False)
+    other = startup.surroundings(replace(trainer.args, learning_rate=0.5), trainer.model)
+    monkeypatch.setattr(startup, "gather_agreed", lambda check: [check(), other])
+    trainer._prepare_for_training = None
+    with pytest.raises(ConfigurationError, match="learning_rate"):
+        trainer.train()

@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 
 from hf_speedkit import SpeedSFTTrainer
 from hf_speedkit.core.errors import ConfigurationError, DatasetError, PackingError
+from hf_speedkit.trainer.data import preparation
 from hf_speedkit.trainer.data.resume import ROWS_KEY, STREAMED
 
 
@@ -160,6 +161,12 @@ def test_v36_dispatched_batches_are_turned_off(tmp_path, caplog):
     trainer = trainer_for(tmp_path, dataset=stream(), max_steps=1, accelerator_config={"dispatch_batches": True})
     assert trainer.accelerator.dispatch_batches is False
     trainer.train()
+
+
+def test_v34_a_stream_that_another_rank_shuffles_otherwise_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(preparation, "gather_agreed", lambda find: [find(), "another rank's"])
+    with pytest.raises(DatasetError, match="1 of 2 ranks would read the stream in another order"):
+        trainer_for(tmp_path, dataset=stream().shuffle(buffer_size=4), max_steps=2)
 
 
 def test_an_empty_stream_stops_with_a_message(tmp_path):

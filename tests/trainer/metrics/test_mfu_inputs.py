@@ -34,7 +34,7 @@ from hf_speedkit.trainer.metrics.mfu_inputs import (
     is_checkpointed,
     training_dtype,
 )
-from hf_speedkit.trainer.metrics.notices import missing_notices, slowing_switches
+from hf_speedkit.trainer.metrics.notices import missing_notices, notices, slowing_switches
 
 TOKENS = 12
 COUNTS = TokenCounts(slots=TOKENS, real=TOKENS, target=5, documents=1, squared_lengths=TOKENS**2)
@@ -363,11 +363,11 @@ def test_v61_debugging_that_is_still_on_is_said_with_its_cost(variables, setting
 
 
 def test_v61_anomaly_detection_is_said_on_any_device():
-    args = SimpleNamespace(debug=[], device=torch.device("cpu"))
-    assert slowing_switches(args, {}) == ()
+    args = SimpleNamespace(debug=[], device=torch.device("cpu"), n_gpu=1, report_to=["mlflow"])
+    assert notices(args, attached=True, inputs=FlopsInputs()) == ()
     torch.autograd.set_detect_anomaly(True, check_nan=False)  # the context manager warns, as it should
     try:
-        (line,) = slowing_switches(args, {"CUDA_LAUNCH_BLOCKING": "1"})
+        (line,) = notices(args, attached=True, inputs=FlopsInputs())
     finally:
         torch.autograd.set_detect_anomaly(False)
     assert "anomaly detection" in line
