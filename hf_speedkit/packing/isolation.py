@@ -126,11 +126,8 @@ def probe_isolation(
             own, others, before = _gradients(model, inputs, document)
     with _uncompiled(model), _slow_decay(model), _same_randomness(inputs["input_ids"].device), torch.no_grad():
         after = _log_probs(model, replaced)
-    moved = None
-    allowed = placement_tolerance(model)
-    if allowed is not None:
-        with _uncompiled(model), _slow_decay(model):
-            moved = placement_change(model, inputs, documents, index, lambda row: _log_probs(model, row))
+    with _uncompiled(model), _slow_decay(model):
+        moved = placement_change(model, inputs, documents, index, lambda row: _log_probs(model, row))
     difference = (after - before).abs()
     # log_probs[t] scores token t + 1: positions start .. stop - 2 belong to the document.
     inside = difference[0, document.start : document.stop - 1]
@@ -138,7 +135,7 @@ def probe_isolation(
     output_change, others_change = _largest(inside), _largest(outside)
     leaks = probe.leaks()
     alive = own > 0.0 and others_change > 0.0
-    still = moved is None or allowed is None or moved <= allowed
+    still = moved is None or moved <= placement_tolerance(inputs["input_ids"].device)
     passed = alive and output_change <= bound and others <= bound and not leaks and still
     return IsolationReport(
         passed=passed,

@@ -21,14 +21,9 @@ _CPU_TOLERANCE = 1e-4
 _GPU_TOLERANCE = 0.2
 
 
-def placement_tolerance(model: torch.nn.Module) -> float | None:
-    """The largest change that rounding explains, in log-probability; None where it explains too much (16 bits)."""
-    import torch
-
-    weight = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
-    if weight.dtype != torch.float32 or torch.is_autocast_enabled(weight.device.type):
-        return None
-    return _CPU_TOLERANCE if weight.device.type == "cpu" else _GPU_TOLERANCE
+def placement_tolerance(device: torch.device) -> float:
+    """The largest change that rounding explains in fp32, in log-probability."""
+    return _CPU_TOLERANCE if device.type == "cpu" else _GPU_TOLERANCE
 
 
 def placement_change(
@@ -37,7 +32,7 @@ def placement_change(
     documents: Sequence[Document],
     index: int,
     score: Callable[[Mapping[str, Any]], torch.Tensor],
-) -> float:
+) -> float | None:
     """Largest change of a document's log-probabilities when it moves to the start of its row.
 
     Args:
@@ -46,15 +41,43 @@ def placement_change(
         documents: of the row.
         index: the document to move.
         score: the inputs' log-probabilities, [1, T - 1].
+
+    Returns:
+        None where a product is computed in 16 bits, which round too much to tell.
     """
     import torch
 
+    weights = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    if weights & {torch.bfloat16, torch.float16}:  # no forward pass for nothing
+        return None
     order = [index, *(i for i in range(len(documents)) if i != index)]
     document = documents[index]
-    with _evaluating(model), torch.no_grad():
+    with _evaluating(model), _computed_in(model) as types, torch.no_grad():
         before = score(inputs)[0, document.start : document.stop - 1]
+        if types - {torch.float32, torch.float64}:  # autocast, or FSDP2's mixed precision: weights do not say so
+            return None
         after = score(_reordered(inputs, [documents[i] for i in order]))[0, : document.length - 1]
     return float(torch.nan_to_num((after - before).abs().float(), nan=float("inf")).max())
+
+
+@contextmanager
+def _computed_in(model: torch.nn.Module) -> Iterator[set[torch.dtype]]:
+    """The floating-point types that a model's innermost layers give, seen as they are called."""
+    import torch
+
+    types: set[torch.dtype] = set()
+
+    def note(_layer: object, _given: object, output: object) -> None:
+        if isinstance(output, torch.Tensor) and output.is_floating_point():
+            types.add(output.dtype)
+
+    innermost = [layer for layer in model.modules() if next(layer.children(), None) is None]
+    handles = [layer.register_forward_hook(note) for layer in innermost]
+    try:
+        yield types
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _reordered(inputs: Mapping[str, Any], documents: Sequence[Document]) -> dict[str, Any]:
