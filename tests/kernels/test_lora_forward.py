@@ -78,6 +78,12 @@ class Packed(torch.Tensor):
     """Stands for the weights of a package that quantises."""
 
 
+class Split(Packed):
+    """Stands for a DTensor: FSDP2 puts a plain tensor in its place while the layer runs, others do not."""
+
+    device_mesh = None
+
+
 class Linear4bit(nn.Linear):
     """Stands for bitsandbytes'."""
 
@@ -163,6 +169,16 @@ def test_what_changes_after_the_override_is_honoured_at_the_next_call(caplog):
     assert all((a - b).abs().max() > 0.1 for i, a in enumerate(seen) for b in seen[:i])
     for reason in ("2 adapters are active", "are disabled", "is merged", "called with more than its input"):
         assert caplog.text.count(reason) == 1
+
+
+@pytest.mark.parametrize("which", [lambda layer: layer.base_layer, a_of, b_of], ids=["base", "a", "b"])
+def test_weights_that_are_split_while_the_layer_runs_are_left_to_peft(which):
+    layer = adapted()
+    module = which(layer)
+    weight = module.weight.data.as_subclass(Split)
+    module.weight = nn.Parameter(weight, requires_grad=module.weight.requires_grad)
+    assert why_not_adapted(layer) is None  # as before FSDP2 gathers
+    assert not runs_ours(layer, drawn(torch.float32)["x"])
 
 
 def test_dtypes_that_peft_handles_otherwise_are_left_to_it():
