@@ -5,7 +5,7 @@ from types import MethodType
 
 import pytest
 import torch
-from test_lora import OUT, RANK, WIDE, drawn
+from test_adapted_linear import OUT, RANK, WIDE, drawn
 from torch import nn
 
 from hf_speedkit.kernels.fused_layers import fused_layer_checks, fused_layers, is_fused

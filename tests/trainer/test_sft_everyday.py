@@ -179,8 +179,10 @@ def test_the_isolation_probe_sees_the_model_as_it_trains(tmp_path):
     trainer_for(tmp_path, model=model, activation_checkpointing=True, max_steps=1).train()
     # Three passes first in which the loss head is compared, without dropout.
     assert seen[:3] == [False] * 3
-    assert len(seen) >= 6
-    assert all(seen[3:])
+    assert len(seen) >= 8
+    # Behind the probe's two come two without gradients, for which a document is moved: dropout is drawn by slot.
+    assert seen[5:7] == [False] * 2
+    assert all(seen[3:5] + seen[7:])
 
 
 def test_training_mode_gives_each_module_back_its_own():
