@@ -1,5 +1,6 @@
 """Where a model's weights come from: drawn as the model itself would, read once, or waited for."""
 
+import json
 import os
 from types import SimpleNamespace
 
@@ -136,6 +137,47 @@ def test_weights_that_are_not_there_are_told_in_one_message(tmp_path):
     named = ModelConfig(model_name_or_path=str(tmp_path))
     with pytest.raises(ConfigurationError, match=r"no model can be loaded from .*\n.*model\.safetensors"):
         load_model(named, settings(tmp_path), receives=False)
+
+
+def cut_short(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def a_pointer(folder):
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+
+
+def configured(**values):
+    def change(folder):
+        file = folder / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (cut_short, "the weights of .* cannot be read(.|\n)*git lfs pull, or copy the files again"),
+        (a_pointer, "the weights of .* cannot be read(.|\n)*git lfs pull, or copy the files again"),
+        (configured(hidden_size=16), "the weights of .* cannot be read(.|\n)*the config.json of these weights"),
+        (configured(num_hidden_layers=3), "lacks 9 of the model's .. weights(.|\n)*the first: model.layers.2"),
+    ],
+    ids=["cut short", "lfs pointer", "other sizes", "a layer missing"],
+)
+def test_weights_that_are_damaged_or_not_all_there_are_refused_before_they_are_trained(tmp_path, damage, told):
+    tiny_llama().save_pretrained(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(ConfigurationError, match=told):
+        load_model(ModelConfig(model_name_or_path=str(tmp_path)), settings(tmp_path), receives=False)
+
+
+def test_layers_that_the_config_leaves_out_are_said(tmp_path, caplog):
+    tiny_llama().save_pretrained(tmp_path)
+    configured(num_hidden_layers=1)(tmp_path)
+    load_model(ModelConfig(model_name_or_path=str(tmp_path)), settings(tmp_path), receives=False)
+    assert "9 weights of layers that the model's config does not have are left out" in caplog.text
 
 
 def settings(path):

@@ -266,7 +266,7 @@ def _check_conversations(dataset: Dataset, name: str) -> None:
             raise DatasetError(
                 f'{len(empty)} of {len(dataset)} rows of the {name} dataset have an empty "{column}"',
                 evidence=(f"first rows: {empty[:5]}",),
-                mend=f'dataset = dataset.filter(lambda row: len(row["{column}"]) > 0)',
+                mend=f'dataset = dataset.filter(lambda row: row["{column}"])',
             )
 
 
