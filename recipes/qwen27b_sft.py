@@ -21,7 +21,7 @@ from hf_speedkit.trainer.broken_installs import refusals_told
 from hf_speedkit.trainer.hardware import require_hardware
 from hf_speedkit.trainer.hub_access import require_hub_for
 from hf_speedkit.trainer.job_settings import options, require_named, settings, unusable, without_option
-from hf_speedkit.trainer.launching import announce_sharding
+from hf_speedkit.trainer.launching import announce_ranks, announce_sharding
 from hf_speedkit.trainer.machine import prepare_process, tell_slow_imports, use_all_cores
 from hf_speedkit.trainer.trackers import require_trackers
 
@@ -41,6 +41,7 @@ def main(argv: list[str]) -> None:
         require_adapters(job)
         require_hub_for(job)
         announce_sharding(job)
+        announce_ranks()
     prepare_process()
     recipe, args, model_args = parse(config, argv)
 

@@ -75,4 +75,18 @@ def _one_of(loaded: Any, split: str) -> Any:
 
 
 def _unreadable(name: str, error: BaseException) -> DatasetError:
-    return DatasetError(f"dataset {name!r} cannot be loaded: {error}", mend=f"it is {_KINDS}, with this split")
+    told = f"dataset {name!r} cannot be loaded: {error}"
+    if isinstance(error, OSError) and error.errno is not None and not _is_about(error, name):
+        from datasets.config import HF_DATASETS_CACHE
+
+        return DatasetError(
+            told,
+            evidence=(f"datasets writes what it reads to {HF_DATASETS_CACHE} first",),
+            mend="give HF_HOME (or HF_DATASETS_CACHE) a folder that can be written and has room",
+        )
+    return DatasetError(told, mend=f"it is {_KINDS}, with this split")
+
+
+def _is_about(error: OSError, name: str) -> bool:
+    """Whether it was the data set's own file or folder that could not be read."""
+    return error.filename is not None and Path(name).exists() and str(error.filename).startswith(str(Path(name)))

@@ -65,6 +65,33 @@ def announce_sharding(settings: Mapping[str, object], environment: MutableMappin
         environment[_REPLICAS], environment[_SHARDS] = str(world // local), str(local)
 
 
+def announce_ranks(environment: Mapping[str, str] | None = None) -> None:
+    """Say for whom this process is about to wait where no launcher of torch's started it.
+
+    WORLD_SIZE and RANK that an earlier shell left behind make a single process wait for others that nobody starts, for
+    as long as ddp_timeout says.
+
+    Args:
+        environment: os.environ unless given.
+
+    Raises:
+        ConfigurationError: there are other ranks, and nothing says where they meet.
+    """
+    environment = os.environ if environment is None else environment
+    world = launched_processes(environment)
+    if world == 1 or "TORCHELASTIC_RUN_ID" in environment:
+        return
+    said = f"WORLD_SIZE={world} and RANK={environment.get('RANK', 'not set')} in the environment"
+    alone = "if this is one process: unset WORLD_SIZE RANK LOCAL_RANK"
+    if "MASTER_ADDR" not in environment or "RANK" not in environment:
+        raise ConfigurationError(
+            f"{said} speak of {world} processes, and MASTER_ADDR, MASTER_PORT and RANK do not say where they meet",
+            mend=f"{alone}; several: accelerate launch --num_processes {world} ...",
+        )
+    place = f"{environment['MASTER_ADDR']}:{environment.get('MASTER_PORT', '29500')}"
+    logger.warning("waiting for %d processes at %s, as %s say; %s", world, place, said, alone)
+
+
 def refuse_lost_fp8(asked: str | None, got: str) -> None:
     """Refuse a launch in fp8 that the settings have turned into something else.
 

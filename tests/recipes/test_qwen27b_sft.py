@@ -273,3 +273,16 @@ def run_script(rank, arguments, said):
         os.environ.update(TQDM_DISABLE="1", COLUMNS="110")
         runpy.run_path(str(SCRIPT), run_name="__main__")
         sys.stdout.flush()
+
+
+def test_a_cache_that_cannot_be_written_is_not_blamed_on_the_dataset(tmp_path, monkeypatch):
+    import datasets.config
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"text": "a"}) + "\n")
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(file / "datasets"))
+    with pytest.raises(DatasetError, match="HF_HOME") as told:
+        load_rows(str(rows), "train")
+    assert str(file) in str(told.value)

@@ -6,6 +6,7 @@ import pytest
 
 from hf_speedkit.core.errors import ConfigurationError, HardwareError
 from hf_speedkit.trainer.launching import (
+    announce_ranks,
     announce_sharding,
     refuse_lost_fp8,
     refuse_optimizer,
@@ -165,3 +166,21 @@ def test_fsdps_first_version_is_named_wherever_it_was_asked_for(caplog, version,
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "sgd", "rmsprop"])
 def test_torchs_own_optimizers_update_shards(optim):
     refuse_optimizer(optim, 2, {})
+
+
+RANK_1_OF_4 = {"WORLD_SIZE": "4", "RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29999"}
+
+
+def test_ranks_that_no_launcher_of_torchs_started_are_said_before_they_are_waited_for(caplog):
+    announce_ranks({**RANK_1_OF_4, "TORCHELASTIC_RUN_ID": "none"})
+    announce_ranks({})
+    assert caplog.text == ""
+    announce_ranks(RANK_1_OF_4)
+    assert "waiting for 4 processes at 10.0.0.1:29999, as WORLD_SIZE=4 and RANK=1 in the environment say" in caplog.text
+    assert "unset WORLD_SIZE RANK LOCAL_RANK" in caplog.text
+
+
+@pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR"])
+def test_ranks_that_cannot_meet_are_refused(missing):
+    with pytest.raises(ConfigurationError, match=r"(?s)do not say where they meet.*unset WORLD_SIZE RANK LOCAL_RANK"):
+        announce_ranks({key: value for key, value in RANK_1_OF_4.items() if key != missing})
