@@ -96,7 +96,8 @@ def refuse_reasoning_line(conversations: Sequence[tuple[Messages, dict[str, Any]
             raise ConfigurationError(
                 "the chat template writes a line on reasoning effort into every conversation",
                 evidence=(f"{line[: 2 * _SHOWN_CHARACTERS]!r}",),
-                mend='chat_template_kwargs={"enable_thinking": False}',
+                mend="""chat_template_kwargs={"enable_thinking": False}; of the recipe: --chat_template_kwargs """
+                """'{"enable_thinking": false}'""",
                 regardless='chat_template_kwargs={"reasoning_effort": "xhigh"} says that you want it',
             )
 
