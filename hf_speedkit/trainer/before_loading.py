@@ -12,6 +12,7 @@ from hf_speedkit.core.records import KernelCheck, KernelVerdict
 from hf_speedkit.kernels.imports import is_installed
 from hf_speedkit.kernels.requirements import stands_alone
 from hf_speedkit.trainer.adapters import require_targets
+from hf_speedkit.trainer.hardware import word_of
 from hf_speedkit.trainer.hub_access import HubName, require_hub, require_login
 from hf_speedkit.trainer.memory.check import require_memory_of
 from hf_speedkit.trainer.optional_packages import require_attention, require_packages
@@ -45,7 +46,7 @@ def require_parts(args: SpeedSFTConfig, eval_dataset: object = None) -> None:
     require_output_dir(args.output_dir)
     if args.push_to_hub:
         require_login(args.hub_token)
-    strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
+    strategy = word_of(args.eval_strategy)
     if strategy != "no" and eval_dataset is None:
         raise ConfigurationError(
             f"eval_strategy={strategy!r}, and there is no eval_dataset",
@@ -72,7 +73,7 @@ def require_before_loading(model_args: Any, args: SpeedSFTConfig) -> None:
     attention, dtype = model_args.attn_implementation, model_args.dtype
     # Whether the weights will be read, or drawn, is the recipe's to know: `require_hub_for` has asked for them.
     require_kernels(name, args, revision=revision, attn_implementation=attention, dtype=dtype, weights=False)
-    subject = _config(name, {} if revision is None else {"revision": revision})
+    subject = _config(name, {} if revision is None else {"revision": revision}) if model_args.use_peft else None
     if subject is not None:
         require_targets(model_args, subject)
     require_memory_of(model_args, args)

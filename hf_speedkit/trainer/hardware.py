@@ -268,6 +268,11 @@ def is_on(value: object) -> bool:
     return value.lower() not in ("", "false", "no", "off", "0", "none") if isinstance(value, str) else bool(value)
 
 
+def word_of(value: object) -> str:
+    """A setting that takes one of several words, as its word: transformers makes enum members of some."""
+    return str(getattr(value, "value", value))
+
+
 def launched_processes(environment: Mapping[str, str] | None = None) -> int:
     """Processes of the job over all hosts, as the launcher says; 1 where none does.
 

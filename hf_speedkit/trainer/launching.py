@@ -13,7 +13,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from hf_speedkit.core.errors import ConfigurationError
-from hf_speedkit.trainer.hardware import is_on, launched_here, launched_processes
+from hf_speedkit.trainer.hardware import is_on, launched_here, launched_processes, word_of
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ def refuse_optimizer(optim: object, fsdp_version: object, environment: Mapping[s
     environment = os.environ if environment is None else environment
     if fsdp_version is None and is_on(environment.get("ACCELERATE_USE_FSDP")):
         fsdp_version = environment.get("FSDP_VERSION", "1")
-    name = str(getattr(optim, "value", optim))
+    name = word_of(optim)
     of_bitsandbytes = name.startswith(("paged_", "ademamix", "lion_")) or "bnb" in name or name == "adamw_8bit"
     if str(fsdp_version) != "2" or not (of_bitsandbytes or name in ("adafactor", "adagrad")):
         return

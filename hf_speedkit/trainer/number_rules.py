@@ -13,6 +13,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.trainer.hardware import word_of
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ def check_numbers(config: Any) -> None:
     for name, strategy, nothing in _INTERVALS:
         value = getattr(config, name)
         chosen = getattr(config, strategy)
-        if str(getattr(chosen, "value", chosen)) == "steps" and not _steps(value):
+        if word_of(chosen) == "steps" and not _steps(value):
             raise ConfigurationError(
                 f"{name}={value!r} cannot be used",
                 mend=f"{name} is {_COUNT}, or a share of all steps below 1",
@@ -106,7 +107,7 @@ def check_numbers(config: Any) -> None:
 
 
 def _check_schedule(config: Any) -> None:
-    kind = str(getattr(config.lr_scheduler_type, "value", config.lr_scheduler_type))
+    kind = word_of(config.lr_scheduler_type)
     given = config.lr_scheduler_kwargs
     if "with_min_lr" in kind and isinstance(given or {}, dict) and not set(_MIN_RATES) & set(given or {}):
         raise ConfigurationError(
@@ -123,7 +124,7 @@ def warn_of_long_warmup(args: Any, steps: int) -> None:
         steps: optimizer steps of the run.
     """
     warmup = args.get_warmup_steps(steps)
-    schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    schedule = word_of(args.lr_scheduler_type)
     if args.warmup_steps >= 1 and warmup >= steps > 0 and schedule != "constant":
         logger.warning(
             "warmup_steps=%d is all of this run of %d steps: the learning rate ends at %.3g, not at %.3g; "

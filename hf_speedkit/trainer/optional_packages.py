@@ -7,7 +7,6 @@ tokenized.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from difflib import get_close_matches
 from importlib import metadata
 from typing import Any
 
@@ -15,6 +14,8 @@ from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.core.records import KernelVerdict
 from hf_speedkit.kernels.flash_packages import FLASH_PACKAGES, judge_flash
 from hf_speedkit.kernels.imports import is_installed
+from hf_speedkit.trainer.hardware import word_of
+from hf_speedkit.trainer.setting_names import nearest
 from hf_speedkit.trainer.trackers import require_tracker_packages
 
 _ADAMW = "optim=adamw_torch_fused needs no package"
@@ -56,7 +57,7 @@ def require_packages(args: Any) -> None:
 
 
 def _needed(args: Any) -> Iterator[tuple[str, str, str, str]]:
-    optimizer = str(getattr(args.optim, "value", args.optim))
+    optimizer = word_of(args.optim)
     for starts, package, name in _OPTIMIZERS:
         if optimizer.startswith(starts):
             yield f"optim is {optimizer!r}", package, name, _ADAMW
@@ -93,10 +94,10 @@ def require_attention(name: object) -> None:
 
     names = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
     if name.rpartition("|")[2] not in names:
-        near = get_close_matches(name, names, n=1)
+        near = nearest(name, names)
         raise ConfigurationError(
             f"attn_implementation is {name!r}, which transformers does not know",
-            mend=(f"attn_implementation: {near[0]}; " if near else "") + f"it is one of {', '.join(sorted(names))}",
+            mend=(f"attn_implementation: {near}; " if near else "") + f"it is one of {', '.join(sorted(names))}",
         )
 
 

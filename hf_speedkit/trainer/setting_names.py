@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.trainer.hardware import word_of
 
 # As tutorials and scripts of earlier versions have them (transformers 4, TRL before 0.20).
 _RENAMED = {
@@ -26,6 +27,11 @@ _RENAMED = {
 }
 
 
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The one of `known` that a misspelt name is nearest to; None where none is near."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
+
+
 def meant_by(name: str, known: Iterable[str]) -> str | None:
     """What a name of a setting is called now, or the nearest there is; None where nothing is near.
 
@@ -33,8 +39,7 @@ def meant_by(name: str, known: Iterable[str]) -> str | None:
         name: unknown.
         known: all settings.
     """
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return _RENAMED.get(name) or (near[0] if near else None)
+    return _RENAMED.get(name) or nearest(name, known)
 
 
 def refuse_unknown_settings(given: Iterable[str], known: Iterable[str]) -> None:
@@ -74,14 +79,14 @@ def refuse_unknown_arguments(given: Iterable[str], known: Iterable[str], setting
         return
     lines = []
     for name in unknown:
-        near = difflib.get_close_matches(name, known, n=1)
+        near = nearest(name, known)
         meant = name if name in settings else None if near else meant_by(name, settings)
         if name == "tokenizer":
             lines.append("processing_class=tokenizer")
         elif meant is not None:
             lines.append(f"{name} belongs into args=SpeedSFTConfig(...), there called {meant}")
         elif near:
-            lines.append(f"did you mean {near[0]}?")
+            lines.append(f"did you mean {near}?")
     raise ConfigurationError(
         f"the trainer has no argument {', '.join(unknown)}", mend="; ".join(lines) or f"it has {', '.join(known)}"
     )
@@ -112,11 +117,11 @@ def check_words(config: Any) -> None:
     )
     for name, kind in kinds:
         value = getattr(config, name)
-        words = [str(getattr(one, "value", one)) for one in kind]
+        words = [word_of(one) for one in kind]
         if getattr(value, "value", value) in words:
             continue
-        near = difflib.get_close_matches(str(value), words, n=1)
-        first = f'{name}="{near[0]}"; ' if near else ""
+        near = nearest(str(value), words)
+        first = f'{name}="{near}"; ' if near else ""
         if value is False and "no" in words:
             first = 'write "no" in quotes, which YAML reads as False without them; '
         raise ConfigurationError(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.kernels.imports import is_installed
+from hf_speedkit.trainer.setting_names import nearest
 
 # transformers' names for its integrations, where a package is called otherwise; one of several is enough.
 _PACKAGES = {
@@ -47,10 +47,10 @@ def require_tracker_packages(report_to: object) -> None:
     """
     for name in _names(report_to):
         if name not in _TRACKERS:  # a misspelt name must not become a package to install
-            near = get_close_matches(name, _TRACKERS, n=1)
+            near = nearest(name, _TRACKERS)
             raise ConfigurationError(
                 f"report_to is {name!r}, which is no tracker of transformers",
-                mend=f"report_to: {near[0]}" if near else f"one of {', '.join(_TRACKERS)}, or none",
+                mend=f"report_to: {near}" if near else f"one of {', '.join(_TRACKERS)}, or none",
             )
         packages = _PACKAGES.get(name, (name,))
         if not any(map(is_installed, packages)):

@@ -16,7 +16,7 @@ from hf_speedkit.core.memory_sizes import (
     MemoryJob,
     MemorySetting,
 )
-from hf_speedkit.trainer.hardware import MOMENT_BYTES, is_on
+from hf_speedkit.trainer.hardware import MOMENT_BYTES, is_on, word_of
 
 if TYPE_CHECKING:
     from hf_speedkit.kernels.memory_trace import TracedSizes
@@ -103,7 +103,7 @@ def setting_of(args: Any, *, lora: bool, quantized: bool, dtype: Any) -> MemoryS
         setting = FP32_MASTER
     else:
         setting = PURE_BF16
-    optimizer = str(getattr(args.optim, "value", args.optim))
+    optimizer = word_of(args.optim)
     moment = MOMENT_BYTES.get(optimizer, 0.0)  # of an unknown optimizer nothing is counted
     if moment is not None:
         name = EIGHT_BIT_ADAMW.name if moment == 1.0 and setting is PURE_BF16 else f"{setting.name}, {optimizer}"

@@ -18,6 +18,7 @@ from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.core.flops import LAYER_PARTS, REENTRANT_PARTS, ModelFlops, Part, model_flops
 from hf_speedkit.core.records import TokenCounts
 from hf_speedkit.kernels.fused_layers import is_fused
+from hf_speedkit.trainer.hardware import word_of
 from hf_speedkit.trainer.memory.kept_products import kept_flops_per_token
 
 
@@ -220,8 +221,7 @@ def _is_lora(model: Any) -> bool:
     through all of the model. Adapters of experts' weights (`target_parameters`) are made anew for every step."""
     adapters = getattr(model, "peft_config", None) or {}
     of_linear_maps = all(
-        str(getattr(one.peft_type, "value", one.peft_type)) == "LORA" and not getattr(one, "target_parameters", None)
-        for one in adapters.values()
+        word_of(one.peft_type) == "LORA" and not getattr(one, "target_parameters", None) for one in adapters.values()
     )
     layers = decoder_layers(model)
     if not adapters or not of_linear_maps or not layers:

@@ -86,7 +86,7 @@ def refuse_unlike(ranks: Sequence[Surroundings]) -> tuple[str, ...]:
             evidence=tuple(settings.values())[:8],
             mend="give all of them the same; a script must not make them from the rank, the clock or the host",
         )
-    layouts = [number for number, rank in enumerate(ranks) if rank.layout != ranks[0].layout]
+    layouts = _unlike_the_first([rank.layout for rank in ranks])
     if layouts:
         raise ConfigurationError(
             f"{len(layouts)} of {len(ranks)} ranks have another model than rank 0: names, shapes, dtypes or what is "
@@ -94,7 +94,7 @@ def refuse_unlike(ranks: Sequence[Surroundings]) -> tuple[str, ...]:
             evidence=(f"rank {', '.join(map(str, layouts[:8]))}",),
             mend="make it on every rank by the same lines, from the same files and with the same packages",
         )
-    weights = [number for number, rank in enumerate(ranks) if rank.weights != ranks[0].weights]
+    weights = _unlike_the_first([rank.weights for rank in ranks])
     if weights:
         raise CheckpointError(
             f"{len(weights)} of {len(ranks)} ranks have read other weights than rank 0, and FSDP2 would make one model "
@@ -104,6 +104,10 @@ def refuse_unlike(ranks: Sequence[Surroundings]) -> tuple[str, ...]:
             "fsdp_config: cpu_ram_efficient_loading: true, with which all get rank 0's",
         )
     return tuple(_differences([rank.stack for rank in ranks]).values())
+
+
+def _unlike_the_first(values: Sequence[str]) -> list[int]:
+    return [number for number, value in enumerate(values) if value != values[0]]
 
 
 def weight_sample(model: Any) -> str:
