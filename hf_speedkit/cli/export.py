@@ -11,9 +11,11 @@ SUBJECT_IS_BAD = 1
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint-N folder.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint-N folder; of a run's folder the newest.")
+    ],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder for the model.")],
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="stored (as they are), bfloat16, float16 or float32.")] = "stored",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Turn a checkpoint into a safetensors model (or peft adapters), on a CPU and in one process.
@@ -22,21 +24,29 @@ def export(
     """
     if not checkpoint.is_dir():
         raise typer.BadParameter(f"{str(checkpoint)!r} is no folder", param_hint="CHECKPOINT")
-    if dtype not in ("bfloat16", "float16", "float32"):
-        raise typer.BadParameter("one of: bfloat16, float16, float32", param_hint="--dtype")
+    if dtype not in ("stored", "bfloat16", "float16", "float32"):
+        raise typer.BadParameter("one of: stored, bfloat16, float16, float32", param_hint="--dtype")
     from hf_speedkit.core.errors import SpeedkitError
     from hf_speedkit.trainer.checkpoints.export import export_checkpoint
 
     try:
-        size_bytes = export_checkpoint(checkpoint, output, dtype=dtype)
+        made = export_checkpoint(checkpoint, output, dtype=dtype)
     except SpeedkitError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(SUBJECT_IS_BAD) from error
     if as_json:
         import json
 
-        typer.echo(json.dumps({"output": str(output), "size_bytes": size_bytes}))
-    else:
-        typer.echo(
-            f"{size_bytes / (1 << 30):.3f} GiB of weights in {output}; load it with from_pretrained({str(output)!r})"
-        )
+        result = {"output": str(output), "source": str(made.source), "size_bytes": made.size_bytes, "dtype": made.dtype}
+        typer.echo(json.dumps(result))
+        return
+    from hf_speedkit.core.memory_words import bytes_in_words
+
+    if made.source != checkpoint or made.others:
+        what = f"the model in {checkpoint} itself" if made.source == checkpoint else made.source.name
+        typer.echo(f"{checkpoint} is a run: exported {what}; also there: {', '.join(made.others) or 'no other'}")
+    half = "; --dtype bfloat16 halves it" if made.dtype == "float32" and dtype == "stored" else ""
+    typer.echo(
+        f"{bytes_in_words(made.size_bytes)} of {made.dtype} weights in {output}{half}; load it with "
+        f"from_pretrained({str(output)!r})"
+    )

@@ -90,6 +90,15 @@ def size_in_words(parameters: int) -> str:
     return f"{parameters / 1e3:.0f}k"
 
 
+def bytes_in_words(size: float) -> str:
+    """Bytes in the unit that shows three figures of them: 23.5 GiB, 412 MiB, 1.5 KiB, 900 bytes."""
+    for unit, name in ((GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= 0.9995 * unit:
+            value = size / unit
+            return f"{value:,.0f} {name}" if value >= 99.95 else f"{value:.3g} {name}"
+    return f"{size:.0f} bytes"
+
+
 def gib(size: float) -> str:
     """Bytes in GiB, three figures: 105, 23.5, 0.06."""
     value = size / GIB

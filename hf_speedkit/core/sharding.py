@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_speedkit.core.memory import GIB
+from hf_speedkit.core.memory_words import bytes_in_words
 from hf_speedkit.core.records import Finding, Severity
 
 _SMALLEST_JUDGED_BYTES = 128 * 2**20
@@ -135,8 +136,8 @@ def judge_loading(grown_bytes: Sequence[float], model: PreparedModel) -> Finding
         message=f"{len(over)} of {model.ranks} ranks held much of the model in host memory, although one was to read "
         "it for all (cpu_ram_efficient_loading)",
         evidence=(
-            f"the model is {_gib(model.weight_bytes)}; at its peak rank {over[0]} had {_gib(grown_bytes[over[0]])} "
-            f"more than now, where {_gib(limit)} would do",
+            f"the model is {bytes_in_words(model.weight_bytes)}; at its peak rank {over[0]} had "
+            f"{bytes_in_words(grown_bytes[over[0]])} more than now, where {bytes_in_words(limit)} would do",
         ),
         advice="load it with hf_speedkit.trainer.weights.load_model(model_args, args), as recipes/qwen27b_sft.py does",
     )
@@ -144,13 +145,14 @@ def judge_loading(grown_bytes: Sequence[float], model: PreparedModel) -> Finding
 
 def sentence(model: PreparedModel) -> str:
     """What is held and gathered, in one line."""
-    held = f"{model.stored_dtype} weights, {_gib(model.stored_bytes)} to train"
+    held = f"{model.stored_dtype} weights, {bytes_in_words(model.stored_bytes)} to train"
     if not model.groups:
         return held
     largest = max(model.groups, key=lambda group: group.gathered_bytes)
+    share = bytes_in_words(model.stored_bytes / model.shards)
     return (
-        f"{held} over {model.shards} ranks ({_gib(model.stored_bytes / model.shards)} a rank) in {len(model.groups)} "
-        f"groups; the largest, {largest.name}, takes {_gib(largest.gathered_bytes)} while it is gathered"
+        f"{held} over {model.shards} ranks ({share} a rank) in {len(model.groups)} groups; the largest, "
+        f"{largest.name}, takes {bytes_in_words(largest.gathered_bytes)} while it is gathered"
     )
 
 
@@ -212,7 +214,7 @@ def _upcast(model: PreparedModel) -> Finding | None:
         _severity(4 * more / model.shards),
         "upcast",
         f"the weights were loaded in {model.loaded_dtype} and are held in {model.stored_dtype}: weights, gradients and "
-        f"AdamW's moments take {_gib(4 * more)} more, {_gib(4 * more / model.shards)} a rank",
+        f"AdamW's moments take {bytes_in_words(4 * more)} more, {bytes_in_words(4 * more / model.shards)} a rank",
         "accelerate 1.15 does so wherever FSDP2 meets mixed precision, and says it at level info only "
         "(utils/fsdp_utils.py:815)",
         advice=f"bf16=False, and no mixed_precision in the launcher's config, trains in {model.loaded_dtype} as "
@@ -244,7 +246,7 @@ def _kept_gradients(model: PreparedModel) -> Finding | None:
         _severity(kept - kept / model.shards),
         "kept_gradients",
         f"gradients of the whole model stay on every rank while {model.accumulation_steps} micro-batches accumulate: "
-        f"{_gib(kept)} a rank instead of {_gib(kept / model.shards)}",
+        f"{bytes_in_words(kept)} a rank instead of {bytes_in_words(kept / model.shards)}",
         advice='accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": True}} reduces them after '
         "every micro-batch, for one reduce-scatter more each",
     )
@@ -257,8 +259,8 @@ def _large_groups(model: PreparedModel) -> Finding | None:
     worst = max(large, key=lambda group: group.gathered_bytes)
     return _warning(
         "several_layers_in_a_group",
-        f"{worst.layers} layers are gathered together: {_gib(worst.gathered_bytes)} on every rank at once, and nothing "
-        "to gather while another computes",
+        f"{worst.layers} layers are gathered together: {bytes_in_words(worst.gathered_bytes)} on every rank at once, "
+        "and nothing to gather while another computes",
         f"the group: {worst.name}",
         advice="fsdp_config: transformer_layer_cls_to_wrap: the class of one layer",
     )
@@ -301,7 +303,3 @@ def _warning(rule: str, message: str, *evidence: str, advice: str) -> Finding:
 
 def _finding(severity: Severity, rule: str, message: str, *evidence: str, advice: str) -> Finding:
     return Finding(rule=rule, severity=severity, message=message, evidence=evidence, advice=advice)
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:,.2f} GiB" if size >= GIB / 100 else f"{size / 2**20:,.2f} MiB"

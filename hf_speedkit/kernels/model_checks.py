@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hf_speedkit.core.memory_words import bytes_in_words
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
 from hf_speedkit.kernels.compatibility import Stack
 from hf_speedkit.kernels.flash_packages import FLASH_PACKAGES, judge_flash
@@ -249,7 +250,7 @@ def _judge_sdpa(tokens_per_batch: int | None, *, live: bool) -> Judgement:
         )
     if tokens_per_batch is None:
         return Judgement(verdict=KernelVerdict.FUSED, evidence=evidence)
-    mask = f"a boolean mask of {_readable(tokens_per_batch**2)} a row of {tokens_per_batch:,} slots"
+    mask = f"a boolean mask of {bytes_in_words(tokens_per_batch**2)} a row of {tokens_per_batch:,} slots"
     reason = None
     if tokens_per_batch > SDPA_WARNING_SLOTS:
         reason = (
@@ -288,13 +289,4 @@ def _score_bytes(config: Any, tokens_per_batch: int | None) -> str:
     if tokens_per_batch is None or not isinstance(heads, int):
         return ""
     # softmax runs in float32: 4 bytes per score (eager_attention_forward in each modeling file).
-    return f": {_readable(4 * heads * tokens_per_batch**2)} per layer for a row of {tokens_per_batch:,} slots"
-
-
-def _readable(size_bytes: int) -> str:
-    size = float(size_bytes)
-    for unit in ("bytes", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:,.0f} {unit}"
-        size /= 1024
-    return f"{size:,.1f} GiB"
+    return f": {bytes_in_words(4 * heads * tokens_per_batch**2)} per layer for a row of {tokens_per_batch:,} slots"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.kernels.fused_layers import PARTS
 from hf_speedkit.trainer.hardware import is_on
 from hf_speedkit.trainer.launching import refuse_split_rows
+from hf_speedkit.trainer.number_rules import number, whole
 
 logger = logging.getLogger(__name__)
 
@@ -27,15 +27,6 @@ _TRLS_LENGTH, _TRLS_BATCH = 1024, 8
 _PROBED_SLOTS = 6  # three documents of two tokens, see StartupProof
 # TRL's names for what we do as well, so that an SFTConfig can be moved over unchanged.
 TRL_STRATEGIES = {"bfd": "best_fit_decreasing", "bfd_split": "best_fit_decreasing"}
-
-
-def _is_int(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_number(value: object, *, above: float = 0.0, or_zero: bool = False) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and math.isfinite(value) and (value > above or (or_zero and value == above))  # type: ignore
 
 
 def _is_bool(value: object) -> bool:
@@ -67,12 +58,12 @@ _VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("eval_packing", lambda value: value is None or _is_bool(value), "True, False or None"),
     # Its size is judged where packing is settled; text is what a wrong YAML line gives.
-    ("tokens_per_batch", lambda value: value is None or _is_int(value, -(2**63)), "a whole number of slots"),
-    ("cost_window_steps", lambda value: value is None or _is_int(value, 1), "a whole number of steps from 1 up"),
-    ("count_launches_every", lambda value: _is_int(value, 0), "a whole number of steps, or 0"),
-    ("peak_tflops", lambda value: value is None or _is_number(value), "a number of TFLOP/s"),
-    ("stuck_rank_timeout_s", lambda value: _is_number(value, or_zero=True), "a number of seconds, or 0"),
-    ("fsdp_prefetch_layers", lambda value: value is None or _is_int(value, 0), "a whole number of layers"),
+    ("tokens_per_batch", whole(-(2**63), none=True), "a whole number of slots"),
+    ("cost_window_steps", whole(1, none=True), "a whole number of steps from 1 up"),
+    ("count_launches_every", whole(0), "a whole number of steps, or 0"),
+    ("peak_tflops", number(0.0, above=True, none=True), "a number of TFLOP/s"),
+    ("stuck_rank_timeout_s", number(0.0), "a number of seconds, or 0"),
+    ("fsdp_prefetch_layers", whole(0, none=True), "a whole number of layers"),
     (
         "fused_layers_exclude",
         lambda value: value is None or (isinstance(value, (list, tuple)) and set(value) <= set(PARTS)),
@@ -80,7 +71,7 @@ _VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     (
         "trace_steps",
-        lambda value: value is None or (isinstance(value, (list, tuple)) and all(_is_int(step, 1) for step in value)),
+        lambda value: value is None or (isinstance(value, (list, tuple)) and all(map(whole(1), value))),
         "a list of optimizer steps, [20] for example",
     ),
 )
@@ -224,7 +215,8 @@ def settle_packing(config: Any) -> None:
             config.per_device_train_batch_size, config.tokens_per_batch,
         )  # fmt: skip
     shortest = _PROBED_SLOTS if config.isolation_check else 2
-    if not isinstance(config.tokens_per_batch, int) or config.tokens_per_batch < shortest:
+    config.tokens_per_batch = int(config.tokens_per_batch)  # numpy's passes too, and JSON does not know it
+    if config.tokens_per_batch < shortest:
         raise ConfigurationError(
             f"tokens_per_batch={config.tokens_per_batch} leaves no token to predict, or no documents to compare",
             evidence=("a document needs two tokens, and the isolation proof three documents in a row",),

@@ -20,7 +20,9 @@ logger = logging.getLogger(__name__)
 _Fits = Callable[[Any], bool]
 
 
-def _whole(least: int, *, most: float = math.inf, none: bool = False) -> _Fits:
+def whole(least: int, *, most: float = math.inf, none: bool = False) -> _Fits:
+    """What tells a whole number from `least` to `most`, and None where that is allowed; True and 3.0 are none."""
+
     def fits(value: Any) -> bool:
         if value is None or isinstance(value, bool) or not isinstance(value, Integral):
             return value is None and none
@@ -29,43 +31,43 @@ def _whole(least: int, *, most: float = math.inf, none: bool = False) -> _Fits:
     return fits
 
 
-def _number(least: float, *, below: float = math.inf, above: bool = False, none: bool = False) -> _Fits:
-    """A number from `least` up (or `above` it) that stays `below`; never NaN."""
+def number(least: float, *, below: float = math.inf, above: bool = False, none: bool = False) -> _Fits:
+    """What tells a number from `least` up (or `above` it) that stays `below`; never NaN."""
 
     def fits(value: Any) -> bool:
         if value is None or isinstance(value, bool) or not isinstance(value, Real):
             return value is None and none
-        number = float(value)
-        return (number > least if above else number >= least) and number < below
+        given = float(value)
+        return (given > least if above else given >= least) and given < below
 
     return fits
 
 
 def _steps(value: Any) -> bool:
-    return _number(0, above=True, none=True)(value) and (value is None or value < 1 or value == int(value))
+    return number(0, above=True, none=True)(value) and (value is None or value < 1 or value == int(value))
 
 
 _COUNT = "a whole number from 1 up"
 _RULES: tuple[tuple[str, _Fits, str], ...] = (
-    ("per_device_train_batch_size", _whole(1), f"{_COUNT}; with packing tokens_per_batch is what sizes a batch"),
-    ("per_device_eval_batch_size", _whole(1), _COUNT),
-    ("gradient_accumulation_steps", _whole(1), _COUNT),
-    ("max_length", _whole(2, none=True), "a number of tokens from 2 up, or None; with packing set tokens_per_batch"),
-    ("max_steps", _whole(-(2**63)), "a whole number of optimizer steps, or -1 for num_train_epochs"),
-    ("num_train_epochs", _number(-math.inf), "a number of passes over the data, 3 for example"),
-    ("learning_rate", _number(0.0), "a number that is not negative, 2e-5 for example"),
-    ("warmup_steps", _number(0.0), "a number of steps, or a share of them below 1"),
-    ("weight_decay", _number(0.0), "a number that is not negative"),
-    ("max_grad_norm", _number(0.0, none=True), "the norm that gradients are clipped to, or 0 for no clipping"),
-    ("adam_beta1", _number(0.0, below=1.0), "a number from 0 up and below 1"),
-    ("adam_beta2", _number(0.0, below=1.0), "a number from 0 up and below 1"),
-    ("adam_epsilon", _number(0.0), "a number that is not negative, 1e-8 for example"),
-    ("seed", _whole(0, most=2**32 - 1), "a whole number from 0 to 4294967295"),
-    ("data_seed", _whole(0, most=2**32 - 1, none=True), "a whole number from 0 to 4294967295, or None"),
-    ("dataloader_num_workers", _whole(0), "a whole number, 0 for none"),
-    ("dataset_num_proc", _whole(1, none=True), f"{_COUNT}, or None"),
-    ("neftune_noise_alpha", _number(0.0, none=True), "a number that is not negative, or None"),
-    ("label_smoothing_factor", _number(0.0, below=1.0), "a number from 0 up and below 1"),
+    ("per_device_train_batch_size", whole(1), f"{_COUNT}; with packing tokens_per_batch is what sizes a batch"),
+    ("per_device_eval_batch_size", whole(1), _COUNT),
+    ("gradient_accumulation_steps", whole(1), _COUNT),
+    ("max_length", whole(2, none=True), "a number of tokens from 2 up, or None; with packing set tokens_per_batch"),
+    ("max_steps", whole(-(2**63)), "a whole number of optimizer steps, or -1 for num_train_epochs"),
+    ("num_train_epochs", number(-math.inf), "a number of passes over the data, 3 for example"),
+    ("learning_rate", number(0.0), "a number that is not negative, 2e-5 for example"),
+    ("warmup_steps", number(0.0), "a number of steps, or a share of them below 1"),
+    ("weight_decay", number(0.0), "a number that is not negative"),
+    ("max_grad_norm", number(0.0, none=True), "the norm that gradients are clipped to, or 0 for no clipping"),
+    ("adam_beta1", number(0.0, below=1.0), "a number from 0 up and below 1"),
+    ("adam_beta2", number(0.0, below=1.0), "a number from 0 up and below 1"),
+    ("adam_epsilon", number(0.0), "a number that is not negative, 1e-8 for example"),
+    ("seed", whole(0, most=2**32 - 1), "a whole number from 0 to 4294967295"),
+    ("data_seed", whole(0, most=2**32 - 1, none=True), "a whole number from 0 to 4294967295, or None"),
+    ("dataloader_num_workers", whole(0), "a whole number, 0 for none"),
+    ("dataset_num_proc", whole(1, none=True), f"{_COUNT}, or None"),
+    ("neftune_noise_alpha", number(0.0, none=True), "a number that is not negative, or None"),
+    ("label_smoothing_factor", number(0.0, below=1.0), "a number from 0 up and below 1"),
 )
 # Only read where the strategy is "steps".
 _INTERVALS = (

@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from checkpoint_export import whole_checkpoint
+from safetensors.torch import load_file
 from support import tiny_llama
 from torch.distributed.checkpoint import save
 from transformers import AutoModelForCausalLM
@@ -49,6 +50,39 @@ def test_a_bad_checkpoint_ends_with_1_and_a_way_on(checkpoint, tmp_path, harm, s
     assert ended.exit_code == 1
     assert said in ended.stderr
     assert "Mend it:" in ended.stderr
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "whole"])
+def test_of_a_run_the_newest_checkpoint_is_exported_as_it_is_stored_and_that_is_said(tmp_path, sharded):
+    model = tiny_llama()  # fp32, one weight of it in bf16: both stay
+    model.model.norm.to(torch.bfloat16)
+    for number in (4, 12):
+        checkpoint = tmp_path / "run" / f"checkpoint-{number}"
+        if sharded:
+            save({"model": model.state_dict()}, checkpoint_id=checkpoint / WEIGHTS_FOLDER, no_dist=True)
+            config = type(model.config).from_dict(
+                {**model.config.to_dict(), "dtype": "bfloat16", "architectures": ["LlamaForCausalLM"]}
+            )
+            config.save_pretrained(checkpoint)
+        else:
+            model.save_pretrained(checkpoint)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(2)
+    ended = run(tmp_path / "run", tmp_path / "out")
+    assert ended.exit_code == 0, ended.output
+    assert "is a run: exported checkpoint-12; also there: checkpoint-4" in ended.stdout
+    assert "KiB of float32 weights" in ended.stdout
+    assert "--dtype bfloat16 halves it" in ended.stdout
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written["lm_head.weight"].equal(model.lm_head.weight / 2)
+    assert written["model.norm.weight"].dtype == torch.bfloat16
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.float32
+    model.save_pretrained(tmp_path / "run")  # a final model beside its checkpoints
+    ended = run(tmp_path / "run", tmp_path / "final", "--dtype", "bfloat16")
+    assert "the model in" in ended.stdout
+    assert "also there: checkpoint-12, checkpoint-4" in ended.stdout
+    assert "KiB of bfloat16 weights" in ended.stdout
 
 
 def of_three_layers(checkpoint):

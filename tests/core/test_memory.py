@@ -7,6 +7,7 @@ import math
 import pytest
 
 from hf_speedkit.core.memory import GIB, TrainingState, devices_needed, training_state_bytes
+from hf_speedkit.core.memory_words import bytes_in_words
 
 QWEN_27B = 26.9e9
 
@@ -70,3 +71,11 @@ def test_devices_needed_rounds_up(total_gib, memory_gib, devices):
 def test_a_device_without_memory_is_refused():
     with pytest.raises(ValueError, match="holds nothing"):
         devices_needed(TrainingState(weights=1, gradients=0, moments=0), 0)
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [(900, "900 bytes"), (1536, "1.5 KiB"), (412.4 * 2**20, "412 MiB"), (GIB - 1, "1 GiB"), (2345 * GIB, "2,345 GiB")],
+)
+def test_bytes_are_told_in_a_unit_that_shows_something(size, said):
+    assert bytes_in_words(size) == said

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +17,9 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hf_speedkit.core.errors import CheckpointError, ConfigurationError, SpeedkitError
-from hf_speedkit.trainer.checkpoints.files import damage, read_manifest
+from hf_speedkit.trainer.checkpoints.files import damage, numbered_checkpoints, read_manifest
 from hf_speedkit.trainer.checkpoints.folder import named_failures, require_space
-from hf_speedkit.trainer.checkpoints.resume import reason_of, weights_damage
+from hf_speedkit.trainer.checkpoints.resume import NO_WEIGHTS, reason_of, weights_damage
 from hf_speedkit.trainer.checkpoints.sharded_weights import is_sharded, sharded_tensors
 from hf_speedkit.trainer.ranks.agreement import agree
 
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from hf_speedkit.trainer.checkpoints.safe import SafeCheckpoints
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # safetensors' own
 # Decays of a GatedDeltaNet layer: rounded to bf16 they drift over long rows (case V43), and they are a few KB.
 _KEPT_AS_TRAINED = ("A_log", "dt_bias")
 # What a checkpoint holds for training to go on, and nobody needs beside a finished model.
@@ -152,32 +156,51 @@ def describe_model(model: Any, processing_class: Any, directory: Path) -> None:
         processing_class.save_pretrained(directory)
 
 
-def export_checkpoint(checkpoint: Path, output_dir: Path, *, dtype: str = "bfloat16") -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What was exported.
+
+    Args:
+        source: the folder that it was taken from.
+        others: names of checkpoints beside it that were not taken, newest first.
+        size_bytes: of the written weights.
+        dtype: of (most of) them, such as "float32".
+    """
+
+    source: Path
+    others: tuple[str, ...]
+    size_bytes: int
+    dtype: str
+
+
+def export_checkpoint(checkpoint: Path, output_dir: Path, *, dtype: str = "stored") -> Exported:
     """Turn a checkpoint into a plain safetensors model (or peft adapters), without GPUs and without the launcher.
 
     Args:
-        checkpoint: a checkpoint-N folder, sharded or whole; its checksums are compared first.
+        checkpoint: a checkpoint-N folder, sharded or whole, whose checksums are compared first; of a run's folder that
+            holds no model of its own, the newest checkpoint.
         output_dir: a new or empty folder.
-        dtype: "bfloat16", "float16" or "float32"; adapters stay as they were trained.
-
-    Returns:
-        Bytes of the written weights.
+        dtype: "stored" leaves the weights as they are; "bfloat16", "float16" or "float32". Adapters stay as they were
+            trained.
 
     Raises:
         CheckpointError: damaged, without a config, or the disk is full.
         ConfigurationError: `output_dir` holds something.
     """
+    checkpoint, others = _chosen(checkpoint)
     problems = _damage(checkpoint)
     if problems:
         raise CheckpointError(
-            f"{str(checkpoint)!r} is damaged", evidence=tuple(problems[:5]), mend="export another checkpoint"
+            f"{str(checkpoint)!r} is damaged",
+            evidence=tuple(problems[:5]),
+            mend=f"export another checkpoint{': ' if others else ''}{', '.join(others[:5])}",
         )
     if output_dir.exists() and any(output_dir.iterdir()):
         raise ConfigurationError(f"{str(output_dir)!r} is not empty", mend="name a folder that does not exist yet")
     if (checkpoint / "adapter_config.json").is_file():
         _export_adapters(checkpoint, output_dir)
     elif (checkpoint / "config.json").is_file():
-        _export_model(checkpoint, output_dir, DTYPES[dtype])
+        _export_model(checkpoint, output_dir, DTYPES.get(dtype))
     else:
         raise CheckpointError(
             f"{str(checkpoint)!r} holds no config.json, so nobody knows what its weights are",
@@ -187,7 +210,30 @@ def export_checkpoint(checkpoint: Path, output_dir: Path, *, dtype: str = "bfloa
     for path in checkpoint.iterdir():
         if path.is_file() and path.name not in skipped and not (output_dir / path.name).exists():
             shutil.copy(path, output_dir / path.name)
-    return sum(path.stat().st_size for path in output_dir.glob("*.safetensors"))
+    size = sum(path.stat().st_size for path in output_dir.glob("*.safetensors"))
+    return Exported(source=checkpoint, others=others, size_bytes=size, dtype=_dtype_of(output_dir))
+
+
+def _chosen(folder: Path) -> tuple[Path, tuple[str, ...]]:
+    """What to export of a folder, and the checkpoints that lie there as well."""
+    inside = [path for _, path in numbered_checkpoints(folder)]
+    if inside and weights_damage(folder) == [NO_WEIGHTS]:
+        return inside[0], tuple(path.name for path in inside[1:])
+    return folder, tuple(path.name for path in inside)
+
+
+def _dtype_of(directory: Path) -> str:
+    """The type that most weights of a safetensors folder have."""
+    from safetensors import safe_open
+
+    sizes: Counter[str] = Counter()
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                part = file.get_slice(name)
+                sizes[part.get_dtype()] += math.prod(part.get_shape())
+    most = sizes.most_common(1)
+    return _NAMES.get(most[0][0], most[0][0]) if most else "unknown"
 
 
 def _damage(checkpoint: Path) -> list[str]:
@@ -228,8 +274,17 @@ def _refuse_other_config(model: torch.nn.Module, state: Mapping[str, torch.Tenso
         )
 
 
-def _export_model(checkpoint: Path, output_dir: Path, dtype: torch.dtype) -> None:
+def _export_model(checkpoint: Path, output_dir: Path, dtype: torch.dtype | None) -> None:
     import transformers
+
+    whole = [*checkpoint.glob("model*.safetensors"), *checkpoint.glob("model.safetensors.index.json")]
+    if dtype is None and whole and not is_sharded(checkpoint):
+        # It is a model already, and loading would bring all of it to one type, fp32 decays among bf16 weights too.
+        require_space(output_dir, sum(path.stat().st_size for path in whole), what="the model")
+        output_dir.mkdir(parents=True, exist_ok=True)
+        for path in whole:
+            shutil.copy(path, output_dir)
+        return
 
     with _reading(checkpoint):
         config = transformers.AutoConfig.from_pretrained(checkpoint)
@@ -248,7 +303,9 @@ def _export_model(checkpoint: Path, output_dir: Path, dtype: torch.dtype) -> Non
     size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
     require_space(output_dir, size, what="the model")
     model.save_pretrained(output_dir, state_dict=state)
-    _say_dtype(output_dir, dtype)
+    written = DTYPES.get(_dtype_of(output_dir))
+    if written is not None:
+        _say_dtype(output_dir, written)
 
 
 def _export_adapters(checkpoint: Path, output_dir: Path) -> None:

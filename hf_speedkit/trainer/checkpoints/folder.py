@@ -16,6 +16,7 @@ from typing import Any
 
 from hf_speedkit.core.checkpoint_records import CheckpointFile, CheckpointManifest
 from hf_speedkit.core.errors import CheckpointError
+from hf_speedkit.core.memory_words import bytes_in_words
 from hf_speedkit.trainer.checkpoints.files import (
     CHUNK_BYTES,
     cause_of,
@@ -30,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 UNFINISHED_NAME = "_unfinished"  # neither checkpoint-*, which transformers sorts and deletes, nor pushed to the Hub
 _REPLACED_NAME = "replaced"
-_GIB = 1 << 30
 _FULL_BYTES = 16 << 20
 _OF_A_FULL_DISK = ("no space left", "os error 28", "quota", "file too large")
 
@@ -70,10 +70,10 @@ def require_space(run_dir: Path, needed_bytes: int, *, what: str = "a checkpoint
     if free >= needed_bytes or disk.total == 0:  # some network and object stores tell no size: 0 of 0 is no full disk
         return
     older = numbered_checkpoints(run_dir)
-    evidence = tuple(f"{path.name} takes {_size_bytes(path) / _GIB:.2f} GiB" for _, path in older)
+    evidence = tuple(f"{path.name} takes {bytes_in_words(_size_bytes(path))}" for _, path in older)
     raise CheckpointError(
-        f"{what} takes {needed_bytes / _GIB:.2f} GiB, and the disk of {str(run_dir)!r} has {free / _GIB:.2f} "
-        "GiB free; nothing was written",
+        f"{what} takes {bytes_in_words(needed_bytes)}, and the disk of {str(run_dir)!r} has {bytes_in_words(free)} "
+        "free; nothing was written",
         evidence=evidence,
         mend="free space there or choose another output_dir; save_total_limit keeps fewer (the old ones are deleted "
         "after the new one is whole, so room for one more is always needed)",
@@ -145,7 +145,7 @@ def failed_write(error: BaseException, run_dir: Path, name: str) -> BaseExceptio
     good = [path.name for _, path in numbered_checkpoints(run_dir)]
     return CheckpointError(
         f"{name} could not be written{': the disk is full, or a quota is used up' if full else ''}",
-        evidence=(said, f"{disk.free / _GIB:.2f} GiB free; last whole checkpoint: {good[0] if good else 'none'}"),
+        evidence=(said, f"{bytes_in_words(disk.free)} free; last whole checkpoint: {good[0] if good else 'none'}"),
         mend=("free space" if full else "mend what is named") + ", then go on with resume_from_checkpoint=True",
     )
 

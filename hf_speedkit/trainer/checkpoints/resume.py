@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS_FOLDER = "pytorch_model_fsdp_0"
 OPTIMIZER_FOLDER = "optimizer_0"
+NO_WEIGHTS = "it holds no weights"
 _WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
     "adapter_model.safetensors", "adapter_model.bin", "pytorch_model_fsdp.bin",
@@ -145,7 +146,7 @@ def weights_damage(path: Path) -> list[str]:
     present = [name for name in _WEIGHTS if (path / name).is_file()]
     # A kind of adapter may lie in a folder of its own.
     if not present and not sharded and not list(path.glob("*/adapter_model.*")):
-        problems.append("it holds no weights")
+        problems.append(NO_WEIGHTS)
     for name in present:
         problems += _index_damage(path / name) if name.endswith(".json") else _safetensors_damage(path / name)
     return problems

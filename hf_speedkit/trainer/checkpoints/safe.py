@@ -15,6 +15,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from hf_speedkit.core.checkpoint_records import CheckpointFile
 from hf_speedkit.core.errors import CheckpointError
+from hf_speedkit.core.memory_words import bytes_in_words
 from hf_speedkit.trainer.attach import attach
 from hf_speedkit.trainer.checkpoints.export import (
     describe_model,
@@ -149,7 +150,7 @@ class SafeCheckpoints(StreamedBatches):
         if self.args.process_index == 0:
             size = sum(file.size_bytes for part in written for file in part.values())
             took = time.perf_counter() - began
-            logger.info("%s: %.3f GiB written and checked in %.1f s", folder.name, size / (1 << 30), took)
+            logger.info("%s: %s written and checked in %.1f s", folder.name, bytes_in_words(size), took)
 
     def _begin_save(self, run_dir: Path) -> None:
         if self.args.should_save:

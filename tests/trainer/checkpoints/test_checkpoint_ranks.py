@@ -89,7 +89,7 @@ def test_v40_v42_two_ranks_go_on_as_if_they_had_not_been_stopped(stopped, tmp_pa
 def test_v42_the_final_model_of_a_sharded_run_is_the_one_its_checkpoint_holds(stopped, tmp_path):
     path, _ = stopped
     exported = tmp_path / "exported"
-    export_checkpoint(path / "checkpoint-8", exported)
+    export_checkpoint(path / "checkpoint-8", exported, dtype="bfloat16")
     states = []
     for directory in (path / "final", exported):
         model, loading = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)

@@ -29,6 +29,6 @@ def test_two_gpus_stop_together_go_on_and_export(tmp_path):
         assert steps == 24
         # bf16 weights, deterministic kernels: a resume on as many ranks should be bit-equal.
         assert difference <= 1e-4
-    export_checkpoint(tmp_path / "run" / "checkpoint-24", tmp_path / "exported")
+    export_checkpoint(tmp_path / "run" / "checkpoint-24", tmp_path / "exported", dtype="bfloat16")
     states = [AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("final", "exported")]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
