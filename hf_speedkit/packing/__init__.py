@@ -4,5 +4,5 @@
 - a plan: strategies, planner, balance, forecast
 - rows: sampler, collator
 - a stream: stream, stream_documents, stream_source
-- the proof: isolation, operations, placement
+- the proof: isolation, operations, placement, refusal
 """

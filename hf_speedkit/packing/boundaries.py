@@ -74,6 +74,11 @@ def check_packed_batch(batch: Mapping[str, object], *, required: Sequence[str] =
             document's first token, or a missing key. Flags such as `padding_free=True` are not looked at: only the
             batch that training would see counts.
     """
+    if not isinstance(batch, Mapping):
+        raise PackingError(
+            f"a packed batch is a mapping of names to tensors, this one is a {type(batch).__name__}",
+            mend="pass what hf_speedkit.PackedCollator returns",
+        )
     input_ids = _tensor(batch, "input_ids")
     if input_ids.ndim != 2 or input_ids.shape[0] != 1:
         raise PackingError(
@@ -87,13 +92,7 @@ def check_packed_batch(batch: Mapping[str, object], *, required: Sequence[str] =
             evidence=("an all-ones mask switches transformers' packed detection off: every document would be seen",),
             mend="drop attention_mask from packed batches",
         )
-    positions = batch.get("position_ids")
-    if positions is not None and getattr(positions, "ndim", 2) != 2:
-        raise PackingError(
-            f"position_ids of shape {list(getattr(positions, 'shape', ()))} carry no document boundaries",
-            evidence=("packed detection reads [1, slots]; mRoPE models need a fourth, text axis: [4, 1, slots]",),
-            mend="pass position_ids as [1, slots] for text",
-        )
+    _check_shapes(batch, tuple(input_ids.shape))
     missing = [key for key in ("position_ids", *required) if batch.get(key) is None]
     if missing:
         raise PackingError(
@@ -102,10 +101,36 @@ def check_packed_batch(batch: Mapping[str, object], *, required: Sequence[str] =
             mend="collate with hf_speedkit.PackedCollator",
         )
     documents = packed_documents(batch)
+    _check_agreement(batch, documents)
     labels = batch.get("labels")
     if labels is not None:
         _check_labels(_tensor(batch, "labels"), documents)
     return documents
+
+
+def _check_shapes(batch: Mapping[str, object], row: tuple[int, ...]) -> None:
+    """Positions, labels and document numbers are one for each token."""
+    for key in ("position_ids", "labels", "seq_idx"):
+        shape = tuple(getattr(batch.get(key), "shape", row))
+        if shape != row:
+            axes = "packed detection reads [1, slots]; mRoPE models need a fourth, text axis: [4, 1, slots]"
+            raise PackingError(
+                f"{key} of shape {list(shape)} beside input_ids of shape {list(row)}",
+                evidence=(axes,) if key == "position_ids" else (),
+                mend=f"pass {key} as [1, slots], one value for each token",
+            )
+
+
+def _check_agreement(batch: Mapping[str, object], documents: tuple[Document, ...]) -> None:
+    """The keys of keys, and the documents' numbers, draw the same borders: each kernel reads another one of them."""
+    found = {"cu_seq_lens_k": _from_cu_seq_lens(batch, "cu_seq_lens_k"), "seq_idx": _from_seq_idx(batch)}
+    for key, others in found.items():
+        if others is not None and others != documents:
+            raise PackingError(
+                f"{key} and position_ids describe different documents",
+                evidence=(f"{key}: {_starts(others)}", f"position_ids: {_starts(documents)}"),
+                mend="collate with hf_speedkit.PackedCollator; boundaries must have one source of truth",
+            )
 
 
 def _check_labels(labels: torch.Tensor, documents: tuple[Document, ...]) -> None:
@@ -119,15 +144,16 @@ def _check_labels(labels: torch.Tensor, documents: tuple[Document, ...]) -> None
         )
 
 
-def _from_cu_seq_lens(batch: Mapping[str, object]) -> tuple[Document, ...] | None:
-    if batch.get("cu_seq_lens_q") is None:
+def _from_cu_seq_lens(batch: Mapping[str, object], key: str = "cu_seq_lens_q") -> tuple[Document, ...] | None:
+    if batch.get(key) is None:
         return None
-    edges = [int(edge) for edge in _tensor(batch, "cu_seq_lens_q").tolist()]
+    edges = [int(edge) for edge in _tensor(batch, key).flatten().tolist()]
     slots = int(_tensor(batch, "input_ids").shape[-1])
-    if edges[0] != 0 or edges[-1] != slots or any(a >= b for a, b in pairwise(edges)):
+    given = _tensor(batch, key)
+    if given.ndim != 1 or not edges or edges[0] != 0 or edges[-1] != slots or any(a >= b for a, b in pairwise(edges)):
         raise PackingError(
-            "cu_seq_lens_q must rise from 0 to the number of slots",
-            evidence=(f"got {edges[:3]} ... {edges[-2:]} for {slots} slots",),
+            f"{key} must rise from 0 to the number of slots, in one axis",
+            evidence=(f"got {edges[:3]} ... {edges[-2:]} of shape {list(given.shape)} for {slots} slots",),
             mend="collate with hf_speedkit.PackedCollator",
         )
     return tuple(Document(a, b) for a, b in pairwise(edges))
@@ -138,9 +164,20 @@ def _from_position_ids(batch: Mapping[str, object]) -> tuple[Document, ...] | No
         return None
     positions = _tensor(batch, "position_ids")[0]
     # A new document is where the position does not follow its neighbour: any constant first position works (V14).
-    breaks = (positions[1:] != positions[:-1] + 1).nonzero().flatten() + 1
-    edges = [0, *(int(edge) for edge in breaks.tolist()), int(positions.shape[0])]
-    return tuple(Document(a, b) for a, b in pairwise(edges))
+    return _cut_where(positions[1:] != positions[:-1] + 1)
+
+
+def _from_seq_idx(batch: Mapping[str, object]) -> tuple[Document, ...] | None:
+    if batch.get("seq_idx") is None:
+        return None
+    numbers = _tensor(batch, "seq_idx")[0]
+    return _cut_where(numbers[1:] != numbers[:-1])
+
+
+def _cut_where(breaks: torch.Tensor) -> tuple[Document, ...]:
+    """Documents of a row from bool [T - 1]: whether the next token belongs to another one."""
+    inner = (breaks.nonzero().flatten() + 1).tolist()
+    return tuple(Document(a, b) for a, b in pairwise([0, *map(int, inner), len(breaks) + 1]))
 
 
 def _tensor(batch: Mapping[str, object], key: str) -> torch.Tensor:

@@ -13,16 +13,16 @@ and the other documents' log-probabilities must move.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from hf_speedkit.core.errors import IsolationError
+from hf_speedkit.core.errors import IsolationError, PackingError
 from hf_speedkit.core.records import IsolationReport
 from hf_speedkit.packing.boundaries import IGNORE_INDEX, Document, check_packed_batch
 from hf_speedkit.packing.operations import OperationProbe
 from hf_speedkit.packing.placement import placement_change, placement_tolerance
+from hf_speedkit.packing.refusal import KERNELS_OR_PADDING, isolation_error
 
 if TYPE_CHECKING:
     import torch
@@ -41,14 +41,16 @@ def assert_isolation(
         model: the model as prepared for training; its parameters, gradients, RNG and mode are left as they were.
         batch: one packed row of at least two documents on the model's device (see `PackedCollator`).
         tolerance: largest leak allowed, in log-probability; None means exact zero, or rounding level for a mixture of
-            experts, whose grouped products may change their order with other documents' routing.
+            experts, whose grouped products may change their order with other documents' routing. An operation that
+            is seen to leak by itself fails in any case.
 
     Returns:
         The passed report.
 
     Raises:
-        IsolationError: a document sees another one, or the probe could not tell.
-        PackingError: the batch does not state its boundaries.
+        IsolationError: a document sees another one, a layer that has no kernel for packed rows refuses them, or the
+            probe could not tell.
+        PackingError: the batch does not state its boundaries; a tolerance that is none.
     """
     report = probe_isolation(model, batch, tolerance=tolerance)
     if not report.passed:
@@ -56,87 +58,47 @@ def assert_isolation(
     return report
 
 
-def isolation_error(report: IsolationReport) -> IsolationError:
-    """The refusal for a failed report, as an instruction."""
-    if report.own_gradient == 0.0 or report.others_change == 0.0:
-        return IsolationError(
-            "the isolation probe could not tell: the model does not react to its own input",
-            evidence=(
-                f"gradient at the document's own embeddings {report.own_gradient:.1e}",
-                f"change of the replaced documents {report.others_change:.1e}; both must be above zero",
-            ),
-            mend="check that the model is not all zeros and that the probed documents have more than one token",
-        )
-    if math.inf in (report.own_gradient, report.others_change):  # `_largest` counts NaN as infinite
-        return IsolationError(
-            "the isolation probe could not tell: the model's log-probabilities or their gradient are not finite",
-            evidence=(
-                f"gradient at the document's own embeddings {report.own_gradient:.1e}",
-                f"change of the replaced documents {report.others_change:.1e}",
-            ),
-            mend="look for NaN in the weights (a damaged checkpoint), or compute in bf16 or fp32",
-        )
-    apart = max(report.output_change, report.gradient_leak) <= report.tolerance and not report.leaks
-    if apart and report.placement_change is not None:
-        return IsolationError(
-            "a document's log-probabilities depend on where in the row it lies",
-            evidence=(
-                f"document {report.probed_document} of {report.documents}: they change by up to "
-                f"{report.placement_change:.1e} at the row's start",
-                "documents do not see one another; positions, or what attention looks at, are those of the row",
-            ),
-            mend="train this model with packing=False and padding_free=False",
-        )
-    named = f" through {', '.join(report.leaks)}" if report.leaks else ""
-    return IsolationError(
-        f"documents in one packed row see one another{named}",
-        evidence=(
-            f"document {report.probed_document} of {report.documents}: its log-probabilities moved by "
-            f"{report.output_change:.1e} when the other documents were replaced (allowed {report.tolerance:.1e})",
-            f"its gradient at other documents' embeddings is {report.gradient_leak:.1e} "
-            f"(own {report.own_gradient:.1e})",
-            f"operations looked at: {', '.join(report.operations) or 'none could be told apart'}",
-        ),
-        mend="install the kernels that take document boundaries (`hf-speedkit doctor MODEL` names them), "
-        "or train this model with packing=False and padding_free=False",
-    )
-
-
 def probe_isolation(
     model: torch.nn.Module, batch: Mapping[str, Any], *, tolerance: float | None = None
 ) -> IsolationReport:
     """Measure both leaks; see `assert_isolation` for arguments. Costs two forward passes and one backward pass, in fp32
-    two forward passes more (see placement.py).
+    two forward passes more (see placement.py), and one more to find the layer where a leak has no name.
 
     A compiled model is asked through its own Python code: compiled passes with and without gradients round in different
     ways, which is no leak, and tracing does not get through the operations' probe.
     """
     import torch
 
+    bound = _tolerance(model, tolerance)
     documents = check_packed_batch(batch)
     index = _document_under_test(documents)
     document = documents[index]
     inputs = _probe_inputs(batch, documents)
     replaced = {**inputs, "input_ids": _replace_others(inputs["input_ids"], document, _vocabulary(model))}
-    bound = _default_tolerance(model) if tolerance is None else tolerance
+    slots, device = int(inputs["input_ids"].shape[-1]), inputs["input_ids"].device
 
-    with _uncompiled(model), _slow_decay(model), _same_randomness(inputs["input_ids"].device):
-        probe = OperationProbe(model, document.start, document.stop, int(inputs["input_ids"].shape[-1]))
+    with _probing(model), _same_randomness(device):
+        probe = OperationProbe(model, document.start, document.stop, slots)
         with probe:
             own, others, before = _gradients(model, inputs, document)
-    with _uncompiled(model), _slow_decay(model), _same_randomness(inputs["input_ids"].device), torch.no_grad():
+    with _probing(model), _same_randomness(device), torch.no_grad():
         after = _log_probs(model, replaced)
-    with _uncompiled(model), _slow_decay(model):
+    with _probing(model):
         moved = placement_change(model, inputs, documents, index, lambda row: _log_probs(model, row))
     difference = (after - before).abs()
     # log_probs[t] scores token t + 1: positions start .. stop - 2 belong to the document.
     inside = difference[0, document.start : document.stop - 1]
     outside = torch.cat((difference[0, : max(document.start - 1, 0)], difference[0, document.stop :]))
     output_change, others_change = _largest(inside), _largest(outside)
-    leaks = probe.leaks()
     alive = own > 0.0 and others_change > 0.0
-    still = moved is None or moved <= placement_tolerance(inputs["input_ids"].device)
-    passed = alive and output_change <= bound and others <= bound and not leaks and still
+    still = moved is None or moved <= placement_tolerance(device)
+    apart = output_change <= bound and others <= bound
+    if alive and not apart and not probe.leaks() and not _shares_layers():
+        probe = OperationProbe(model, document.start, document.stop, slots, every_call=True)
+        with _probing(model), _same_randomness(device), probe, torch.no_grad():
+            _log_probs(model, inputs)
+    leaks = probe.leaks()
+    passed = alive and apart and not leaks and still
     return IsolationReport(
         passed=passed,
         documents=len(documents),
@@ -211,14 +173,26 @@ def _log_probs(model: torch.nn.Module, inputs: Mapping[str, Any]) -> torch.Tenso
 
     if _has_fused_head(model):
         # The call TRL trains with; the fused head never builds [T, vocabulary] logits in one piece.
-        fused: torch.Tensor = model(**inputs, use_cache=False, fused_lm_head=True).log_probs
+        fused: torch.Tensor = _called(model, {**inputs, "fused_lm_head": True}).log_probs
         return fused.float()
     labels = inputs["labels"]
     unlabelled = {key: value for key, value in inputs.items() if key != "labels"}
-    logits = model(**unlabelled, use_cache=False).logits[:, :-1].float()
+    logits = _called(model, unlabelled).logits[:, :-1].float()
     targets = labels[:, 1:]
     picked = torch.log_softmax(logits, -1).gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return picked.masked_fill(targets == IGNORE_INDEX, 0.0)
+
+
+def _called(model: torch.nn.Module, inputs: Mapping[str, Any]) -> Any:
+    """The model's output; transformers' functions without kernels refuse packed rows, which is told as such."""
+    try:
+        return model(**inputs, use_cache=False)
+    except ValueError as error:  # transformers 5.23, integrations/hub_kernels.py:1037
+        if "packed sequences" not in str(error):
+            raise
+        raise IsolationError(
+            "a layer cannot keep the documents of a packed row apart", evidence=(str(error),), mend=KERNELS_OR_PADDING
+        ) from error
 
 
 def _has_fused_head(model: torch.nn.Module) -> bool:
@@ -273,7 +247,21 @@ def _largest(values: torch.Tensor) -> float:
     return float(torch.nan_to_num(values.float(), nan=float("inf")).max())
 
 
-def _default_tolerance(model: torch.nn.Module) -> float:
+def _shares_layers() -> bool:
+    """Whether other ranks may have to take part in a forward pass, who saw no leak and make none."""
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _tolerance(model: torch.nn.Module, given: float | None) -> float:
+    if given is not None:
+        if not (isinstance(given, (int, float)) and given >= 0):  # NaN is not, either
+            raise PackingError(
+                f"tolerance={given!r} is no change of a log-probability",
+                mend="pass a number from 0 up, or None: exact zero where that can be asked for",
+            )
+        return float(given)
     config: Any = getattr(_unwrapped(model), "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
@@ -286,14 +274,14 @@ def _default_tolerance(model: torch.nn.Module) -> float:
     return 160.0 * torch.finfo(dtype).eps
 
 
-def _uncompiled(model: torch.nn.Module) -> AbstractContextManager[object]:
-    """Set torch.compile aside, where it is used at all: merely asking for it imports the compiler."""
+@contextmanager
+def _probing(model: torch.nn.Module) -> Iterator[None]:
+    """Slow decays, and torch.compile set aside where it is used at all: merely asking for it imports the compiler."""
     import torch
 
-    if not any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()):
-        return nullcontext()
-    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
-    return stance
+    compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules())
+    with torch.compiler.set_stance("force_eager") if compiled else nullcontext(), _slow_decay(model):
+        yield
 
 
 @contextmanager

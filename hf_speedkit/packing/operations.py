@@ -2,7 +2,8 @@
 
 A leak seen from outside does not say where it is, and a convolution leak hides a recurrence leak behind it. So each
 operation is asked on its own: when it is called for the first time, it is called twice more, as it was and with every
-other document's inputs replaced, and its output for the document under test must not move.
+other document's inputs replaced, and its output for the document under test must not move. Where a leak is seen and no
+first call shows it, every call of every layer is asked.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ if TYPE_CHECKING:
 _FUNCTIONS = {
     "causal_conv1d_fn": "convolution",
     "torch_chunk_gated_delta_rule": "recurrence",
-    "chunk_gated_delta_rule": "recurrence",
-    "torch_chunk_kda": "recurrence",
-    "chunk_kda": "recurrence",
+    "chunk_kimi_delta_attention": "recurrence",
+    "mamba_selective_scan": "recurrence",
+    "mamba2_chunk_scan": "recurrence",
+    # Both in one kernel of mamba_ssm; without it they give None, and the layer calls the two above.
+    "mamba_inner_fn": "convolution and recurrence",
+    "mamba2_split_conv1d_scan_combined": "convolution and recurrence",
 }
 
 
@@ -32,10 +36,12 @@ class OperationProbe:
         model: the model whose forward is about to run.
         start, stop: positions of the document under test.
         slots: length of the row, T.
+        every_call: check all of them; costs two more calls of each.
     """
 
-    def __init__(self, model: torch.nn.Module, start: int, stop: int, slots: int) -> None:
+    def __init__(self, model: torch.nn.Module, start: int, stop: int, slots: int, *, every_call: bool = False) -> None:
         self._model, self._start, self._stop, self._slots = model, start, stop, slots
+        self._every_call, self._asking = every_call, False
         self._moved: dict[str, float] = {}
         self._undo: list[Callable[[], None]] = []
 
@@ -55,7 +61,7 @@ class OperationProbe:
                     setattr(module, function, self._watched(original, name))
                     self._undo.append(lambda m=module, f=function, o=original: setattr(m, f, o))  # type: ignore[misc]
         for layer in self._model.modules():
-            if type(layer).__name__.endswith("Attention") and "Linear" not in type(layer).__name__:
+            if type(layer).__name__.endswith("Attention") and not _has_decay(layer):
                 handle = layer.register_forward_hook(self._attention_hook, with_kwargs=True)
                 self._undo.append(handle.remove)
         return self
@@ -71,7 +77,7 @@ class OperationProbe:
     def _watched(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
             output = function(*args, **kwargs)
-            if name not in self._moved:
+            if output is not None:
                 self._ask(name, function, args, kwargs)
             return output
 
@@ -79,14 +85,24 @@ class OperationProbe:
 
     def _attention_hook(self, layer: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         # A cross-attention has a second input; only self-attention over the row can be asked this way.
-        if "attention" not in self._moved:
-            # `forward` and not the module: the call is inside its own hook, and under FSDP2 its weights are here now.
-            self._ask("attention", layer.forward, args, kwargs)
+        # `forward` and not the module: the call is inside its own hook, and under FSDP2 its weights are here now.
+        self._ask("attention", layer.forward, args, kwargs)
 
     def _ask(self, name: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
+        if self._asking or (name in self._moved and not self._every_call):
+            return
+        self._asking = True  # a nested call is part of this one
+        try:
+            moved = self._movement(name, call, args, kwargs)
+        finally:
+            self._asking = False
+        if moved is not None:
+            self._moved[name] = max(moved, self._moved.get(name, 0.0))
+
+    def _movement(self, name: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> float | None:
+        """How far the document's output moves when the others' inputs are replaced; None without a position axis."""
         import torch
 
-        self._moved[name] = 0.0  # first, so that a nested call of the same name is not asked again
         before = _first(self._repeat(call, args, kwargs))
         square = 2 if name == "convolution" else 1  # transformers calls it with [B, channels, T]
         changed = (
@@ -96,10 +112,9 @@ class OperationProbe:
         after = _first(self._repeat(call, *changed))
         axis = self._axis(before, square)
         if axis is None:
-            del self._moved[name]
-            return
+            return None
         difference = (after.float() - before.float()).abs().narrow(axis, self._start, self._stop - self._start)
-        self._moved[name] = float(torch.nan_to_num(difference, nan=float("inf")).max())
+        return float(torch.nan_to_num(difference, nan=float("inf")).max())
 
     def _repeat(self, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """A call on the side: no graph, the same dropout each time, and the random state of the pass untouched."""
@@ -136,6 +151,11 @@ class OperationProbe:
         if value.ndim == 3 and value.shape[2] == self._slots and (value.shape[1] != self._slots or square == 2):
             return 2
         return 1 if value.shape[1] == self._slots else None
+
+
+def _has_decay(layer: torch.nn.Module) -> bool:
+    """Whether a layer is a recurrence, whatever its class is called (KimiLinearDeltaAttention)."""
+    return any(name.rsplit(".", 1)[-1] == "A_log" for name, _ in layer.named_parameters())
 
 
 def _first(output: Any) -> torch.Tensor:

@@ -49,14 +49,25 @@ def test_v24_token_values_say_nothing_about_boundaries():
         pytest.param({"position_ids": torch.arange(6)[None]}, "describe different documents", id="v12 no restart"),
         pytest.param({"position_ids": None}, "lacks position_ids", id="v07 lengths without positions"),
         pytest.param({"labels": torch.arange(6)[None]}, "score the first token of 2 of 2", id="first tokens scored"),
+        pytest.param({"position_ids": torch.arange(6)}, "one value for each token", id="v08 positions of one axis"),
+        pytest.param({"position_ids": torch.arange(5)[None]}, "one value for each token", id="v12 positions too few"),
+        pytest.param({"labels": torch.full((1, 5), -100)}, "one value for each token", id="v21 labels too few"),
         pytest.param(
             {"cu_seq_lens_q": torch.tensor([0, 4, 5], dtype=torch.int32)}, "from 0 to the number of slots", id="short"
         ),
+        pytest.param({"cu_seq_lens_q": torch.tensor([[0, 4, 6]])}, "in one axis", id="v06 lengths of two axes"),
+        pytest.param({"cu_seq_lens_k": torch.tensor([0, 6])}, "cu_seq_lens_k and position_ids", id="v06 keys see all"),
+        pytest.param({"seq_idx": torch.zeros(1, 6)}, "seq_idx and position_ids", id="v06 one document for the scan"),
     ],
 )
 def test_a_batch_that_would_leak_or_mislead_is_refused(changes, message):
     with pytest.raises(PackingError, match=message):
         check_packed_batch(batch(**changes))
+
+
+def test_rows_instead_of_a_batch_are_refused():
+    with pytest.raises(PackingError, match="is a list"):
+        check_packed_batch([batch()])
 
 
 def test_a_batch_without_any_boundary_is_refused_with_the_way_to_make_one():

@@ -136,6 +136,26 @@ def test_the_family_keeps_documents_apart_exactly(family):
     refuse_leaking_family(family)
 
 
+# What each has to be asked about, named as the modeling files of 5.23 name it.
+OPERATIONS = {
+    "bamba": ("convolution", "recurrence"), "jamba": ("convolution", "recurrence"),
+    "mamba": ("convolution", "recurrence"), "mamba2": ("convolution", "recurrence"),
+    "kimi_linear": ("convolution", "recurrence"),
+}  # fmt: skip
+KIMI = (
+    "KimiLinearConfig", "KimiLinearForCausalLM",
+    {"num_local_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "linear_head_dim": 8,
+     "linear_num_heads": 2},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", OPERATIONS)
+def test_v02_v03_convolution_and_scan_of_each_family_are_named(family):
+    batch = {key: packed()[key] for key in ("input_ids", "labels", "position_ids")}
+    report = probe_isolation(build(WITHOUT_BOUNDARIES.get(family, KIMI)), batch)
+    assert report.leaks == OPERATIONS[family]
+
+
 MENDED_IN_5_24 = {"falcon", "lfm3"}  # lfm3 where causal-conv1d is installed
 
 

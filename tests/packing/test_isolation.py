@@ -71,6 +71,35 @@ def test_v03_a_convolution_leak_does_not_hide_a_recurrence_leak(hybrid, monkeypa
     assert probe_isolation(hybrid, packed()).leaks == ("convolution", "recurrence")
 
 
+def test_v03_a_leak_of_a_later_layer_alone_is_named(hybrid, monkeypatch):
+    module = sys.modules[MODELING]
+    original, calls = module.torch_chunk_gated_delta_rule, [0]
+    layers = [layer for layer in hybrid.modules() if hasattr(layer, "A_log")]
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda layer, *_: calls.__setitem__(0, layers.index(layer)))
+
+    def leaks_in_the_last(*args, **kwargs):
+        forgotten = {"cu_seqlens": None, "seq_idx": None} if calls[0] == len(layers) - 1 else {}
+        return original(*args, **{**kwargs, **forgotten})
+
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", leaks_in_the_last)
+    report = probe_isolation(hybrid, packed())
+    assert (report.passed, report.leaks) == (False, ("recurrence",))
+    assert report.operations == ("convolution", "recurrence", "attention")
+
+
+@pytest.mark.parametrize("tolerance", ["1e-5", -1.0, float("nan")])
+def test_a_tolerance_that_is_none_is_refused(tolerance):
+    with pytest.raises(PackingError, match="no change of a log-probability"):
+        assert_isolation(tiny_llama(), packed(), tolerance=tolerance)
+
+
+def test_v01_layers_that_refuse_packed_rows_are_told_as_such():
+    """transformers 5.23's functions without kernels, which raise a plain ValueError."""
+    with pytest.raises(IsolationError, match="cannot keep the documents of a packed row apart\n.*causal_conv1d"):
+        assert_isolation(tiny_hybrid(), packed())
+
+
 @pytest.mark.parametrize("a_log", [0.02, 16.0], ids=["slow decay", "fast decay"])
 def test_v04_a_leak_is_seen_however_fast_the_state_forgets(hybrid, monkeypatch, a_log):
     leaky(monkeypatch, "torch_chunk_gated_delta_rule")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import IntervalStrategy, TrainerControl, TrainerState, TrainingArguments
 
-from hf_speedkit.core.errors import PackingError, SpeedkitError
+from hf_speedkit.core.errors import IsolationError, PackingError
 from hf_speedkit.core.records import Finding, IsolationReport, KernelCheck
 from hf_speedkit.kernels.fla_convolution import through_fla
 from hf_speedkit.kernels.inspection import assert_kernels, check_kernels
@@ -157,11 +157,13 @@ class StartupProof(FirstStep):
     def _isolation(self, batch: dict[str, Any]) -> IsolationReport:
         try:
             return assert_isolation(self._trainer.model_wrapped, batch)
-        except ValueError as error:  # transformers' functions without kernels; packed rows get references instead
-            if self._trainer.packing_active or isinstance(error, SpeedkitError):
+        except IsolationError as error:
+            # transformers' functions without kernels have refused; packed rows get references instead.
+            if self._trainer.packing_active or not isinstance(error.__cause__, ValueError):
                 raise
             raise PackingError(
-                f"padding_free puts documents into one row, and a layer cannot keep them apart: {error}",
+                "padding_free puts documents into one row, and a layer cannot keep them apart",
+                evidence=error.evidence,
                 mend="packing=True, or padding_free=False",
             ) from error
 
