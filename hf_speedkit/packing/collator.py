@@ -14,7 +14,7 @@ from hf_speedkit.core.errors import PackingError
 from hf_speedkit.core.flops import pairs_in_window
 from hf_speedkit.core.records import TokenCounts
 from hf_speedkit.packing.boundaries import IGNORE_INDEX
-from hf_speedkit.packing.row_rules import PACKED_COLUMNS, refuse_packed_rows, refuse_row
+from hf_speedkit.packing.row_rules import PACKED_COLUMNS, lists_of, refuse_packed_rows, refuse_row
 
 _Ints = npt.NDArray[np.int64]
 
@@ -105,7 +105,7 @@ class PackedCollator:
                     mend="give each token a label, -100 where it is no target; do not shift them",
                 )
             row_lengths = _document_lengths(row, len(row_tokens))
-            refuse_packed_rows(name for name in PACKED_COLUMNS[1:] if isinstance(row.get(name), (list, np.ndarray)))
+            refuse_packed_rows(lists_of(row, PACKED_COLUMNS[1:]))
             refuse_row(row, row_lengths, self.first_position)
             tokens.append(row_tokens)
             labels.append(row_labels)
@@ -189,6 +189,11 @@ def _chunk_indices(segments: _Ints, chunk_size: int) -> npt.NDArray[np.int32]:
 
 def _column(row: Mapping[str, Any], name: str) -> _Ints:
     """A column of one row as int64 [tokens]."""
+    if not isinstance(row, Mapping):
+        raise PackingError(
+            f"a row is a {type(row).__name__}, not a document",
+            mend='pass a list of documents, {"input_ids": [...]} each',
+        )
     value = row.get(name)
     if value is None:
         raise PackingError(
@@ -196,7 +201,10 @@ def _column(row: Mapping[str, Any], name: str) -> _Ints:
             evidence=(f"its columns: {', '.join(sorted(map(str, row))) or 'none'}",),
             mend="tokenize first; SpeedSFTTrainer does, and keeps input_ids and labels",
         )
-    column = np.asarray(value)
+    try:
+        column = np.asarray(value)
+    except ValueError:  # lists of unequal length inside it
+        column = np.empty((len(value), 2), dtype=object)
     if column.size == 0:
         return np.zeros(0, dtype=np.int64)
     if column.ndim != 1 or column.dtype.kind not in "iu":

@@ -17,6 +17,7 @@ from hf_speedkit.packing.row_rules import (
     Ints,
     refuse_axes,
     refuse_mask,
+    refuse_media,
     refuse_packed_rows,
     refuse_positions,
 )
@@ -114,6 +115,7 @@ def refuse_padded_or_packed(dataset: Dataset) -> None:
     Cost: one pass over attention_mask and position_ids, where there are any: 5 ns a token (one core).
     """
     names = dataset.column_names
+    refuse_media(names)
     refuse_packed_rows(name for name in PACKED_COLUMNS if name in names and is_integer_list(dataset.features[name]))
     for name in ("attention_mask", "position_ids"):
         inner = getattr(dataset.features.get(name), "feature", None)

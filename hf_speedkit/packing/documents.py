@@ -21,6 +21,7 @@ from hf_speedkit.packing.document_columns import (
     token_columns,
     values_of,
 )
+from hf_speedkit.packing.planner import check_slots
 from hf_speedkit.packing.row_rules import Ints as _Ints
 
 if TYPE_CHECKING:
@@ -51,12 +52,13 @@ def prepare_documents(
 
     Raises:
         DatasetError: no documents, none with targets, missing or unequal columns, a dataset that is packed already.
-        PackingError: documents longer than a row under "error"; an `overlong` that is not a choice.
+        PackingError: documents longer than a row under "error"; an `overlong` or `tokens_per_batch` that is none.
 
     Cost: one pass over the labels, 3 ns a token of one core (benchmarks/results/host_costs.json).
     """
     if overlong not in OVERLONG:
         raise PackingError(f"overlong={overlong!r} is not a choice", mend=f"overlong is one of: {', '.join(OVERLONG)}")
+    check_slots(tokens_per_batch)
     documents = token_columns(dataset)
     lengths, targets = _scan(documents)
     trainable = targets > 0

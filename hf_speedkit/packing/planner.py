@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from hf_speedkit.core.errors import PackingError
 from hf_speedkit.core.records import PackingPlan
@@ -111,9 +111,10 @@ def checked_lengths(lengths: Sequence[int], tokens_per_batch: int) -> list[int]:
     Raises:
         PackingError: names how many documents do not fit, the worst one, and the ways out.
     """
-    if not isinstance(tokens_per_batch, int) or isinstance(tokens_per_batch, bool) or tokens_per_batch < 1:
+    check_slots(tokens_per_batch)
+    if not isinstance(lengths, Iterable):
         raise PackingError(
-            f"tokens_per_batch={tokens_per_batch!r} is not a number of slots", mend="set it to, say, 8192"
+            f"document lengths are {lengths!r}, which is no list", mend="pass the number of tokens of each document"
         )
     # Elements of a numpy array are slower to add than Python integers.
     tolist: Callable[[], list[int]] = getattr(lengths, "tolist", lambda: list(lengths))
@@ -136,6 +137,19 @@ def checked_lengths(lengths: Sequence[int], tokens_per_batch: int) -> list[int]:
     if max(counts) > tokens_per_batch:
         _refuse_overlong(counts, tokens_per_batch)
     return counts
+
+
+def check_slots(tokens_per_batch: object) -> None:
+    """Refuse what is no number of slots.
+
+    Raises:
+        PackingError: anything but a whole number from 1 up.
+    """
+    if not isinstance(tokens_per_batch, int) or isinstance(tokens_per_batch, bool) or tokens_per_batch < 1:
+        raise PackingError(
+            f"tokens_per_batch={tokens_per_batch!r} is not a number of slots",
+            mend="tokens_per_batch is a whole number (an int) from 1 up, 8192 for example",
+        )
 
 
 def _refuse_empty(counts: list[int]) -> None:

@@ -17,8 +17,9 @@ from hf_speedkit.packing.boundaries import IGNORE_INDEX
 
 Ints = npt.NDArray[np.int64]
 
-PACKED_COLUMNS = ("seq_lengths", "seq_lens", "cu_seqlens", "cu_seq_lens", "cu_seq_lens_q", "seq_idx", "segment_ids",
-                  "document_ids")  # fmt: skip
+PACKED_COLUMNS = ("seq_lengths", "seq_lens", "sequence_lengths", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k",
+                  "cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "seq_start_id", "segment_ids",
+                  "sequence_ids", "document_ids")  # fmt: skip
 """Columns by which packers of TRL, transformers, axolotl and others say where documents lie in a row."""
 
 READ_MASKS = ("completion_mask", "assistant_masks")
@@ -28,12 +29,21 @@ OTHER_MASKS = ("loss_mask", "loss_masks", "assistant_mask", "assistant_tokens_ma
                "label_mask", "labels_mask", "response_mask", "prompt_mask", "train_mask")  # fmt: skip
 """Masks of other trainers, which nothing here reads."""
 
+MEDIA = ("pixel_values", "image_grid", "image_sizes", "image_position", "video_grid", "input_features", "input_values",
+         "audio_values", "feature_attention")  # fmt: skip
+"""How columns of images, video and sound begin that transformers' processors make beside input_ids."""
+
 _CUT_PADDING = (
     'dataset.map(lambda row: {key: [x for x, real in zip(row[key], row["attention_mask"]) if real] '
     'for key in ("input_ids", "labels", "attention_mask") if key in row})'
 )
 # Labels of a distilled or corrupted document may differ from its tokens; nobody's follow the tokens one slot behind.
 _OWN_SHARE, _NEXT_SHARE, _FEWEST_TARGETS = 0.5, 0.95, 4
+
+
+def lists_of(row: Mapping[str, Any], columns: Iterable[str]) -> list[str]:
+    """The columns in which a row has several values: a list, an array or a tensor, and no number or text."""
+    return [name for name in columns if hasattr(row.get(name), "__len__") and not isinstance(row[name], (str, bytes))]
 
 
 def refuse_packed_rows(columns: Iterable[str]) -> None:
@@ -116,12 +126,28 @@ def refuse_positions(given: npt.NDArray[Any], lengths: Ints, first_position: int
         )
 
 
+def refuse_media(columns: Iterable[str]) -> None:
+    """Refuse rows that hold more than text: packed rows are tokens alone.
+
+    Raises:
+        PackingError: names the column.
+    """
+    found = sorted(name for name in map(str, columns) if name.startswith(MEDIA))
+    if found:
+        raise PackingError(
+            f"a row has {found[0]}, and packed rows are tokens alone",
+            evidence=("its placeholder tokens would be trained on without the image or sound they stand for",),
+            mend="train data of images, video or sound with packing=False, or drop the column for text-only data",
+        )
+
+
 def refuse_row(row: Mapping[str, Any], lengths: Ints, first_position: int = 0) -> None:
     """Refuse a row whose attention_mask or position_ids say something else than its tokens and lengths, or whose mask
     nobody has made labels of.
 
     Raises:
-        PackingError: as `refuse_mask`, `refuse_axes` and `refuse_positions`; a mask without labels.
+        PackingError: as `refuse_mask`, `refuse_axes` and `refuse_positions`; a mask without labels, or of another
+            length; a row of an image or of sound.
     """
     masks = [name for name in (*READ_MASKS, *OTHER_MASKS) if row.get(name) is not None]
     if masks and row.get("labels") is None:
@@ -129,8 +155,15 @@ def refuse_row(row: Mapping[str, Any], lengths: Ints, first_position: int = 0) -
             f"a row has {masks[0]} but no labels, and labels alone say what is a target",
             mend="add labels: input_ids, with -100 where the mask is 0; SpeedSFTTrainer does",
         )
+    refuse_media(name for name, value in row.items() if value is not None)
     if row.get("attention_mask") is not None:
-        refuse_mask(np.asarray(row["attention_mask"]))
+        mask = np.asarray(row["attention_mask"])
+        if mask.size not in (0, lengths.sum()):
+            raise PackingError(
+                f"a document has {lengths.sum()} input_ids and an attention_mask of shape {list(mask.shape)}",
+                mend="drop the column: attention is causal inside each document, and nothing is padded",
+            )
+        refuse_mask(mask)
     if row.get("position_ids") is not None:
         positions = np.asarray(row["position_ids"])
         refuse_axes(positions.shape)

@@ -67,8 +67,8 @@ class PackedBatchSampler(BatchRebalanceSampler):  # type: ignore[misc]
             gradient_accumulation_steps=gradient_accumulation_steps,
             cost_window_steps=cost_window_steps,
         )
-        if not 0 <= rank < world_size:
-            raise PackingError(f"rank {rank} is not one of {world_size} ranks", mend="0 <= rank < world_size")
+        if not isinstance(rank, int) or not 0 <= rank < world_size:
+            raise PackingError(f"rank {rank!r} is not one of {world_size} ranks", mend="0 <= rank < world_size")
         # 8 bytes a document; a list of integers takes 40.
         self.lengths = array("q", checked_lengths(lengths, tokens_per_batch))
         if not self.lengths:

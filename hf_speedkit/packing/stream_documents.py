@@ -12,7 +12,7 @@ import numpy.typing as npt
 from hf_speedkit.core.document_records import DocumentReport
 from hf_speedkit.core.errors import DatasetError, PackingError
 from hf_speedkit.packing.boundaries import IGNORE_INDEX
-from hf_speedkit.packing.row_rules import PACKED_COLUMNS, refuse_packed_rows, refuse_row
+from hf_speedkit.packing.row_rules import PACKED_COLUMNS, lists_of, refuse_packed_rows, refuse_row
 
 _Ints = npt.NDArray[np.int64]
 
@@ -110,7 +110,7 @@ def _document(row: Mapping[str, Any]) -> StreamDocument:
             f"a document of the stream has {len(ids)} input_ids and {len(labels)} labels",
             mend="give each token a label, -100 where it is no target; do not shift them",
         )
-    refuse_packed_rows(name for name in PACKED_COLUMNS if isinstance(row.get(name), (list, np.ndarray)))
+    refuse_packed_rows(lists_of(row, PACKED_COLUMNS))
     refuse_row(row, np.asarray([len(ids)]))
     return StreamDocument(ids, labels)
 

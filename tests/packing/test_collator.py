@@ -222,6 +222,20 @@ def test_v13_there_is_one_source_of_boundaries() -> None:
         check_packed_batch({**batch, "attention_mask": torch.ones(1, 4)})
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({**document(3), "attention_mask": [1, 1]}, "attention_mask of shape"),
+        ([1, 2, 3], "a row is a list"),
+        ({"input_ids": [[1, 2], [3]]}, "input_ids of a row is object"),
+    ],
+    ids=["v13 a mask of another length", "no columns", "lists of unequal length"],
+)
+def test_rows_that_are_no_documents_are_refused(row: Any, message: str) -> None:
+    with pytest.raises(PackingError, match=message):
+        collate([row], 4)
+
+
 def test_v13_a_mask_that_hides_tokens_is_refused_rather_than_dropped() -> None:
     with pytest.raises(PackingError, match="attention_mask with zeros"):
         collate([{**document(3), "attention_mask": [1, 1, 0]}], 4)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from datasets import Dataset
 
 from hf_speedkit import PackedCollator
@@ -96,7 +97,9 @@ SAYING_ELSE = {
     "positions of three axes": ({"position_ids": [[0, 1, 2]] * 3}, PackingError, "packed detection reads"),
     "lengths of TRL": ({"seq_lengths": [2, 1]}, DatasetError, "packed already"),
     "boundaries of flash attention": ({"cu_seqlens": [0, 2, 3]}, DatasetError, "packed already"),
+    "boundaries of the keys": ({"cu_seq_lens_k": [0, 2, 3]}, DatasetError, "packed already"),
     "numbers of documents": ({"seq_idx": [0, 0, 1]}, DatasetError, "packed already"),
+    "an image": ({"pixel_values": [0.5, 0.5]}, PackingError, "tokens alone"),
 }
 
 
@@ -109,8 +112,9 @@ def test_v12_v13_v24_a_column_that_says_a_row_is_padded_or_packed_is_not_dropped
     with pytest.raises(error, match=message):
         read_document(PADDED | columns, no_documents(8, "error"))
     if "seq_lengths" not in columns:  # by those a row says to the collator that it is packed
-        with pytest.raises(error, match=message):
-            PackedCollator(0, 8)([PADDED | columns])
+        for form in (list, np.asarray, torch.tensor):
+            with pytest.raises(error, match=message):
+                PackedCollator(0, 8)([PADDED | {name: form(values) for name, values in columns.items()}])
 
 
 def test_columns_that_say_the_same_as_the_tokens_are_left_behind() -> None:

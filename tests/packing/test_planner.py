@@ -5,9 +5,11 @@ import random
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +17,7 @@ from hf_speedkit import plan_packing
 from hf_speedkit.core.errors import PackingError
 from hf_speedkit.core.records import PackingPlan
 from hf_speedkit.packing import strategies
+from hf_speedkit.packing.documents import prepare_documents
 from hf_speedkit.packing.planner import STRATEGIES, count_padded_batches, document_order
 
 Lengths = Callable[..., list[int]]
@@ -266,6 +269,12 @@ def test_lengths_that_are_not_whole_numbers_are_refused(lengths: Sequence[int]) 
         plan_packing(lengths, tokens_per_batch=8)
 
 
+@pytest.mark.parametrize("lengths", [None, 5])
+def test_lengths_that_are_no_list_are_refused(lengths: Any) -> None:
+    with pytest.raises(PackingError, match="which is no list"):
+        plan_packing(lengths, tokens_per_batch=8)
+
+
 def test_an_unknown_strategy_is_refused_with_the_known_ones() -> None:
     with pytest.raises(PackingError, match=r"(?s)'bfd' is not known.*'auto', 'fifo_close', 'best_fit_decreasing'"):
         plan_packing([1], tokens_per_batch=8, strategy="bfd")
@@ -275,3 +284,5 @@ def test_an_unknown_strategy_is_refused_with_the_known_ones() -> None:
 def test_a_row_that_is_not_a_number_of_slots_is_refused(slots: int) -> None:
     with pytest.raises(PackingError, match="is not a number of slots"):
         plan_packing([1], tokens_per_batch=slots)
+    with pytest.raises(PackingError, match="is not a number of slots"):
+        prepare_documents(Dataset.from_dict({"input_ids": [[1, 2]]}), tokens_per_batch=slots)

@@ -336,6 +336,7 @@ def test_another_number_of_ranks_is_refused_where_it_decides_what_documents_make
         ({"lengths": [0]}, "have no tokens"),
         ({"rank": 2, "world_size": 2}, "rank 2 is not one of 2 ranks"),
         ({"rank": -1}, "rank -1"),
+        ({"rank": "0"}, "rank '0' is not one of"),
         ({"epochs": 0}, "epochs=0"),
         ({"epochs": 1.5}, "epochs=1.5"),
         ({"world_size": 0}, "world_size=0"),
