@@ -284,6 +284,28 @@ def test_v10_a_padding_collator_put_in_afterwards_is_found(tmp_path):
         trainer.train()
 
 
+def test_v10_a_collator_that_keeps_back_what_kernels_read_is_named(tmp_path):
+    from transformers import DataCollatorWithFlattening
+
+    trainer = trainer_for(tmp_path)
+    trainer.data_collator = DataCollatorWithFlattening()
+    with pytest.raises(PackingError, match="lacks cu_seq_lens_q, cu_seq_lens_k, seq_idx"):
+        trainer.train()
+
+
+def test_v10_v20_rows_put_into_the_datasets_place_are_counted_and_checked_again(tmp_path):
+    """unsloth's `train_on_responses_only` and others assign masked rows to `trainer.train_dataset`."""
+    trainer = trainer_for(tmp_path, max_steps=1)
+    for wrong in (Dataset.from_dict({"text": ["w3"]}), tokenized([4, 5]).to_iterable_dataset(), None):
+        trainer.train_dataset = wrong
+        with pytest.raises(DatasetError, match="not by a tokenized Dataset"):
+            trainer.train()
+    trainer.train_dataset = tokenized([4, 4, 30, 30], targets_from=10)
+    trainer.train()
+    report = trainer.summary().documents
+    assert (report.documents, report.targetless_documents, report.real_tokens) == (2, 2, 60)
+
+
 def test_v10_a_training_loader_of_ones_own_is_refused_where_rows_are_packed(tmp_path, monkeypatch):
     loader = torch.utils.data.DataLoader([{"input_ids": torch.tensor([3, 4]), "labels": torch.tensor([3, 4])}])
     monkeypatch.setattr(SpeedSFTTrainer, "get_train_dataloader", lambda self: loader)

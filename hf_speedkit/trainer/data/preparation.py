@@ -55,6 +55,7 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
 
     _reports: dict[str, DocumentReport]
     completion_only_loss: bool
+    _prepared: Any
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
         """Say where arguments belong that there are not: many were once the trainer's, and are its config's now."""
@@ -112,12 +113,17 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
             agree(lambda: masks.packed(report, rows))
             log_example(rows, self._tokenizer, name)
             return stream
-        dataset, report = prepare_documents(dataset, tokens_per_batch=args.row_slots, overlong=args.overlong)
-        masks.packed(report, dataset)
+        dataset, report = self._documents(dataset, args, masks)
         self._reports.setdefault(name, report)  # "train" is the first of that name: an evaluation set may have it too
-        logger.info("%s documents: %s", name, report.sentence())
-        log_example(dataset, self._tokenizer, name)
         return dataset
+
+    def _documents(self, dataset: Dataset, args: SpeedSFTConfig, masks: MaskCheck) -> tuple[Dataset, DocumentReport]:
+        """What of a tokenized dataset can be packed, counted and shown."""
+        documents, report = prepare_documents(dataset, tokens_per_batch=args.row_slots, overlong=args.overlong)
+        masks.packed(report, documents)
+        logger.info("%s documents: %s", masks.name, report.sentence())
+        log_example(documents, self._tokenizer, masks.name)
+        return documents, report
 
     def _tokenized(
         self, dataset: Any, processing_class: Any, args: SpeedSFTConfig, checks: TemplateChecks, name: str
@@ -158,6 +164,7 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
             DatasetError, PackingError: see `check_vocabulary` and `check_lengths`.
         """
         refuse_half_weights(self.args, (w.dtype for w in self.model.parameters() if w.requires_grad))
+        self._prepared = self.train_dataset
         for name, dataset in named_datasets(self.train_dataset, self.eval_dataset):
             check_vocabulary(dataset, self.model, name)
             packed = self.args.packing if dataset is self.train_dataset else self._eval_is_packed()
@@ -171,6 +178,39 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
                 "the tokenizer has no eos_token to end a text with",
                 mend='set one: eos_token="..." in the config, a token of the vocabulary',
             )
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer.train; a dataset put into the prepared one's place is looked at first (see `_check_replaced`).
+
+        Raises:
+            DatasetError, PackingError: it cannot be trained on.
+        """
+        if self.train_dataset is not self._prepared:
+            self._check_replaced()
+        return super().train(*args, **kwargs)
+
+    def _check_replaced(self) -> None:
+        """Check and count tokenized rows that somebody has assigned to `train_dataset`, as masks of answers do."""
+        dataset, was = self.train_dataset, self._prepared
+        if not (isinstance(was, Dataset) and "input_ids" in was.column_names) and not isinstance(was, PackedStream):
+            return  # rows that TRL does not prepare, either: images, or a stream that is not packed
+        if not isinstance(dataset, Dataset) or "input_ids" not in dataset.column_names:
+            raise DatasetError(
+                f"the train_dataset was replaced by a {type(dataset).__name__}, and not by a tokenized Dataset",
+                evidence=(f"its columns: {', '.join(getattr(dataset, 'column_names', None) or ()) or 'unknown'}",),
+                mend="pass it to SpeedSFTTrainer(train_dataset=...), which tokenizes, checks and packs it",
+            )
+        masks = MaskCheck(
+            name="train",
+            assistant_only=self.args.assistant_only_loss,
+            completion_only=bool(self.completion_only_loss),
+        )
+        if self.args.packing:
+            self.train_dataset, self._reports["train"] = self._documents(dataset, self.args, masks)
+        else:
+            masks.padded(dataset, len(dataset))
+        logger.warning("the train_dataset was replaced after the trainer was made: its rows are trained on")
+        self.check_prepared()
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Trainer's predictions on a dataset of any kind that `evaluate` takes; the parent's takes a prepared one."""

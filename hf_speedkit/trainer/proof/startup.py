@@ -218,7 +218,7 @@ class StartupProof(FirstStep):
         for key in ("token_counts", "target_positions"):  # for the trainer's own loss, not for the model
             batch.pop(key, None)
         prepared: dict[str, Any] = self._trainer._prepare_inputs(batch)
-        check_packed_batch(prepared)
+        check_packed_batch(prepared, required=("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"))
         return prepared
 
     def flattened_batch(self) -> dict[str, Any]:
