@@ -20,6 +20,7 @@ from hf_speedkit.trainer.config_rules import (
     VERIFICATIONS,
     check_choices,
     check_switches,
+    refuse_without_packing,
     say_what_is_idle,
     settle_packing,
 )
@@ -289,11 +290,8 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         say_what_is_idle(self)
         if self.packing:
             settle_packing(self)
-        elif self.eval_packing:
-            raise ConfigurationError(
-                "eval_packing=True without packing: packed rows need the collator that packing=True brings",
-                mend="set packing=True as well, or leave eval_packing unset",
-            )
+        else:
+            refuse_without_packing(self)
 
     @property
     def row_slots(self) -> int:

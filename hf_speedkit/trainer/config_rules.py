@@ -174,6 +174,25 @@ def _is_default(config: Any, name: str) -> bool:
     return getattr(config, name) in (default, "bfd") if name == "packing_strategy" else getattr(config, name) == default
 
 
+def refuse_without_packing(config: Any) -> None:
+    """Refuse packed evaluation, and rows without padding that `max_length` would not cut (TRL 1.16 does so late).
+
+    Raises:
+        ConfigurationError: names the fixes.
+    """
+    if config.eval_packing:
+        raise ConfigurationError(
+            "eval_packing=True without packing: packed rows need the collator that packing=True brings",
+            mend="set packing=True as well, or leave eval_packing unset",
+        )
+    if config.padding_free and config.max_length is not None:
+        raise ConfigurationError(
+            f"padding_free=True without packing: max_length={config.max_length} would not be applied to its rows",
+            mend="packing=True, tokens_per_batch=8192: packed rows hold no padding either, and have one shape",
+            regardless="max_length=None, where the longest document fits into memory",
+        )
+
+
 def settle_packing(config: Any) -> None:
     """Settle the shape of a packed row in place, and refuse settings that packing cannot follow.
 

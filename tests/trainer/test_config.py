@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from datasets import Dataset
 from support import tokenized
 from trl import SFTConfig
 
@@ -180,10 +181,19 @@ def test_a_warmup_that_outlasts_the_run_is_said(tmp_path, caplog, warmup, steps,
 
 
 def test_v22_padding_free_without_packing_is_stopped_with_both_fixes_where_a_length_is_set(tmp_path):
-    # Not by the config: it alone does not know whether the data are images, where TRL takes both.
-    made = config(tmp_path, padding_free=True, packing=False, max_length=512)
-    with pytest.raises(ConfigurationError, match=r"(?s)max_length=512 would not.*packing=True.*max_length=None"):
-        SpeedSFTTrainer("no/model", made, train_dataset=tokenized([5]))
+    both = r"(?s)max_length=512 would not.*packing=True.*max_length=None"
+    with pytest.raises(ConfigurationError, match=both):
+        config(tmp_path, padding_free=True, packing=False, max_length=512)
+    plain = SFTConfig(str(tmp_path), padding_free=True, max_length=512, use_cpu=True, bf16=False, report_to="none")
+    with pytest.raises(ConfigurationError, match=both):
+        SpeedSFTTrainer("no/model", plain, train_dataset=tokenized([5]))
+
+
+@pytest.mark.parametrize("rows", [{}, {"packing": False, "padding_free": True, "max_length": None}])
+def test_images_cannot_share_rows(tmp_path, rows):
+    pictures = Dataset.from_dict({"messages": [[{"role": "user", "content": "a"}]], "images": [["a.png"]]})
+    with pytest.raises(ConfigurationError, match="the train dataset holds images"):
+        SpeedSFTTrainer("no/model", config(tmp_path, **rows), train_dataset=pictures)
 
 
 @pytest.mark.parametrize(("max_length", "said"), [(512, True), (None, False), (8192, False)])

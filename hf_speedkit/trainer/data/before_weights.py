@@ -31,8 +31,8 @@ def check_rows(
 
     Raises:
         DatasetError: see `check_dataset` and `TemplateChecks`.
-        ConfigurationError: padding_free beside max_length, a template that is not there, a token of the settings that
-            the tokenizer does not know, documents that share rows where one process drives several GPUs.
+        ConfigurationError: images in rows that documents share, a template that is not there, a token of the settings
+            that the tokenizer does not know, documents that share rows where one process drives several GPUs.
     """
     named = list(named)
     if args.n_gpu > 1 and (args.packing or args.padding_free):
@@ -41,7 +41,8 @@ def check_rows(
             mend=f"accelerate launch --num_processes {args.n_gpu} SCRIPT, or CUDA_VISIBLE_DEVICES=0 for one GPU",
         )
     _refuse_missing_template_file(args.chat_template_path)
-    _refuse_uncut_rows(named[0][1], args)
+    if args.packing or args.padding_free:
+        _refuse_pictures(named)
     if tokenizer is not None:
         _refuse_unknown_tokens(tokenizer, args)
     for name, dataset in named:
@@ -53,16 +54,14 @@ def check_rows(
             _check_templates(spread(dataset), tokenizer, args, name)
 
 
-def _refuse_uncut_rows(dataset: Any, args: SpeedSFTConfig) -> None:
-    """TRL 1.16 says so after the model is loaded. Images it takes: their rows are never cut."""
-    pictures = isinstance(dataset, (Dataset, IterableDataset)) and {"image", "images"} & set(columns_of(dataset))
-    if args.packing or not args.padding_free or args.max_length is None or pictures:
-        return
-    raise ConfigurationError(
-        f"padding_free=True without packing: max_length={args.max_length} would not be applied to its rows",
-        mend="packing=True, tokens_per_batch=8192: packed rows hold no padding either, and have one shape",
-        regardless="max_length=None, where the longest document fits into memory",
-    )
+def _refuse_pictures(named: Iterable[tuple[str, Any]]) -> None:
+    """TRL 1.16 says so after the model is loaded."""
+    for name, dataset in named:
+        if isinstance(dataset, (Dataset, IterableDataset)) and {"image", "images"} & set(columns_of(dataset)):
+            raise ConfigurationError(
+                f"the {name} dataset holds images, which cannot share rows",
+                mend="packing=False and padding_free=False; or remove the columns image and images to train on text",
+            )
 
 
 def _refuse_missing_template_file(path: str | None) -> None:

@@ -56,6 +56,7 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
     _reports: dict[str, DocumentReport]
     completion_only_loss: bool
     _prepared: Any
+    train_dataset: Any
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
         """Say where arguments belong that there are not: many were once the trainer's, and are its config's now."""
