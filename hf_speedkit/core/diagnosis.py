@@ -56,7 +56,7 @@ def diagnose(subject: TraceSummary, *, rules: Iterable[Rule] = RULES) -> tuple[F
         TypeError: `subject` is not a TraceSummary.
     """
     if not isinstance(subject, TraceSummary):
-        raise TypeError(f"expected a TraceSummary, got {type(subject).__name__}")
+        raise TypeError(f"expected a TraceSummary, as summarize_trace(PATH) returns, got {type(subject).__name__}")
     signals = Signals(subject)
     found = [finding for finding in (rule(signals) for rule in rules) if finding is not None]
     if any(finding.rule == "unknown" for finding in found):  # then idle time names no limit either

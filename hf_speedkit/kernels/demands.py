@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.core.records import KernelCheck, KernelRequirement, KernelVerdict
 
 Requirement = str | KernelRequirement
 """A function by its name in the checks ("chunk_gated_delta_rule", "attention", "rms_norm"), or its record."""
+
+
+def checked(requirements: Sequence[Requirement] | Requirement | None) -> tuple[Requirement, ...] | None:
+    """What a caller insists on as a tuple; one function may stand by itself.
+
+    Raises:
+        ConfigurationError: something else than names and records.
+    """
+    if requirements is None:
+        return None
+    one = isinstance(requirements, str | KernelRequirement)
+    wanted = (requirements,) if one else tuple(requirements) if isinstance(requirements, Iterable) else (requirements,)
+    strange = [entry for entry in wanted if not isinstance(entry, str | KernelRequirement)]
+    if strange:
+        raise ConfigurationError(
+            f"requirements are names of functions, not {strange[0]!r}",
+            mend='requirements=("chunk_gated_delta_rule", "attention"), or None for every function that training calls',
+        )
+    return wanted
 
 
 def names_of(requirements: Sequence[Requirement]) -> tuple[str, ...]:
@@ -30,7 +50,7 @@ def demanded(
     """
     if requirements is None:
         return tuple(checks), ()
-    names = names_of(requirements)
+    names = names_of(checked(requirements) or ())
     found = {check.function for check in checks}
     missing = tuple(_not_called(name, found) for name in dict.fromkeys(names) if name not in found)
     held = tuple(check for check in checks if check.function in names)

@@ -11,7 +11,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hf_speedkit.core.errors import ConfigurationError, KernelAssertionError
 from hf_speedkit.core.records import KernelCheck
-from hf_speedkit.kernels.demands import Requirement, names_of
+from hf_speedkit.kernels.demands import Requirement, checked, names_of
 from hf_speedkit.kernels.inspection import assert_kernels, check_kernels
 from hf_speedkit.kernels.model_checks import model_config
 from hf_speedkit.trainer.proof.first_step import FirstStep
@@ -49,7 +49,7 @@ class KernelAssertionCallback(FirstStep):
         super().__init__()
         self.mode: Literal["strict", "warn", "off"] = mode
         self.probe = probe
-        self.requirements = None if requirements is None else tuple(requirements)
+        self.requirements = checked(requirements)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **given: Any

@@ -27,6 +27,7 @@ from hf_speedkit.trainer.attach import attach
 from hf_speedkit.trainer.before_loading import kernel_mode, require_kernels, require_parts
 from hf_speedkit.trainer.checkpoints.safe import SafeCheckpoints
 from hf_speedkit.trainer.config import settled_config
+from hf_speedkit.trainer.data.answer_rows import as_messages
 from hf_speedkit.trainer.data.before_weights import check_rows
 from hf_speedkit.trainer.data.inputs import (
     check_packing_request,
@@ -104,19 +105,19 @@ class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
         self._changed_layers: tuple[str, ...] = ()
         self.packing_active = args.packing
         self.own_head = False
-        early = processing_class if isinstance(model, str) else None
+        loaded = not isinstance(model, str)
         named = named_datasets(train_dataset, eval_dataset)
-        check_rows(named, args, tokenizer=early, formatting_func=formatting_func)
+        check_rows(named, args, tokenizer=processing_class, formatting_func=formatting_func, loaded=loaded)
         if self.packing_active:
             check_packing_request(args, data_collator, train_dataset, eval_dataset, model, peft_config)
         require_kernels(model, args)
-        if isinstance(model, str):  # before anything is loaded
+        if not loaded:  # before anything is loaded
             require_memory(model, args, peft_config=peft_config, weight_bits=bits_of(quantization_config))
         super().__init__(
             model=model,
             args=args,
             data_collator=data_collator,
-            train_dataset=train_dataset,
+            train_dataset=as_messages(train_dataset, args, formatting_func),
             eval_dataset=eval_dataset,
             processing_class=processing_class,
             compute_loss_func=compute_loss_func,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.core.records import Environment, StepRecord, to_dict
 from hf_speedkit.measure.environment import collect_environment
 
@@ -90,10 +91,21 @@ class SinkGroup:
 
     Args:
         sinks: callables that take a StepRecord; those that are a WindowSink get the rest as well.
+
+    Raises:
+        ConfigurationError: one that cannot be called.
     """
 
     def __init__(self, sinks: Iterable[Callable[[StepRecord], object]]) -> None:
-        self._sinks: tuple[Any, ...] = tuple(sinks)
+        self._sinks: tuple[Any, ...] = (
+            tuple(sinks) if isinstance(sinks, Iterable) and not isinstance(sinks, str) else (sinks,)
+        )
+        strange = [sink for sink in self._sinks if not callable(sink)]
+        if strange:
+            raise ConfigurationError(
+                f"sinks are functions that take a StepRecord, not {strange[0]!r}",
+                mend='sinks=[JsonlSink("steps.jsonl")] of hf_speedkit.trainer.sinks, or sinks=[records.append]',
+            )
 
     def begin(self, step: int) -> None:
         """A session begins. The environment is looked up for those who want it only."""

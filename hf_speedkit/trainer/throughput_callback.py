@@ -20,7 +20,7 @@ from hf_speedkit.measure.compilations import CompilationCounter
 from hf_speedkit.measure.gpu_sampler import GpuSampler, sampler_of
 from hf_speedkit.measure.launches import LaunchCounter
 from hf_speedkit.measure.step_clock import StepClock, device_timer
-from hf_speedkit.trainer.metrics.counted_steps import CountedSteps
+from hf_speedkit.trainer.metrics.counted_steps import CountedSteps, checked_interval
 from hf_speedkit.trainer.metrics.job_ledger import JobLedger, step_records
 from hf_speedkit.trainer.metrics.mfu_inputs import FlopsInputs
 from hf_speedkit.trainer.metrics.micro_batches import MicroBatchCounter
@@ -56,7 +56,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
             whose scaler skips such steps); "warn" counts and names them.
 
     Raises:
-        ConfigurationError: `nonfinite` is neither.
+        ConfigurationError: an argument that is none of these.
         NonFiniteError: at a logging step, on all ranks.
     """
 
@@ -76,7 +76,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
         self._inputs = self._given
         self._report = WindowReport(sinks)
         self._sample_gpu = sample_gpu
-        self._count_every = count_launches_every
+        self._count_every = checked_interval(count_launches_every)
         self._nonfinite = checked_mode(nonfinite)
         self._clock = StepClock()
         self._counter = MicroBatchCounter()

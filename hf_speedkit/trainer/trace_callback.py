@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from numbers import Integral
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -240,11 +241,14 @@ class TraceCallback(TrainerCallback):  # type: ignore[misc]
         if reason is not None:
             recorder.facts["partial"] = f"{recorder.recorded} of {len(session)} steps ({reason})"
             recorder.facts["complete_steps"] = recorder.recorded
+        # A run that ends between two steps has not begun the next one, whatever the profiler ran for.
+        ended = reason is not None and reason.startswith("at step") and not recorder.recorded
         had_begun = recorder.marks > 0
         with self._reporting(f"no trace of {_named(session)}"):
             recorder.stop()
-            if not had_begun:
-                self._say(f"no trace of {_named(session)}: training ended in its warm-up step ({reason})")
+            if ended or not had_begun:
+                when = "before it" if ended else "in its warm-up step"
+                self._say(f"no trace of {_named(session)}: training ended {when} ({reason})")
                 return
             path = self._free_path(session)
             recorder.save(path)
@@ -294,12 +298,12 @@ class TraceCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _checked(steps: int | Iterable[int]) -> tuple[int, ...]:
-    wanted = (steps,) if isinstance(steps, int) else tuple(steps)
-    if not wanted or any(not isinstance(step, int) or isinstance(step, bool) or step < 1 for step in wanted):
+    wanted = tuple(steps) if isinstance(steps, Iterable) and not isinstance(steps, str) else (steps,)
+    if not wanted or any(not isinstance(step, Integral) or isinstance(step, bool) or step < 1 for step in wanted):
         raise ConfigurationError(
-            f"steps to trace must be positive integers, got {wanted!r}", mend="TraceCallback(steps=(20,))"
+            f"steps to trace must be positive integers, got {steps!r}", mend="TraceCallback(steps=(20,))"
         )
-    return tuple(sorted(set(wanted)))
+    return tuple(sorted({int(step) for step in wanted}))
 
 
 def _runs(steps: Iterable[int]) -> list[range]:

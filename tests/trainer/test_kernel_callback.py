@@ -95,7 +95,7 @@ def test_a_model_without_optional_kernels_passes_in_strict_mode(tmp_path):
 @pytest.mark.parametrize(
     ("requirements", "refused"),
     [
-        (("attention",), None),
+        ("attention", None),
         ((), None),
         (("attention", "chunk_gated_delta_rule"), "chunk_gated_delta_rule   FALLBACK"),
         ((FUNCTIONS["causal_conv1d_fn"],), "causal_conv1d_fn   FALLBACK"),
@@ -116,6 +116,12 @@ def test_only_what_is_required_is_refused_and_the_rest_is_warned_about(tmp_path,
     trainer.train()
     assert trainer.state.global_step == 1
     assert caplog.text.count("chunk_gated_delta_rule   FALLBACK") == 1
+
+
+@pytest.mark.parametrize("requirements", [(None,), 3, [b"attention"]], ids=["none", "number", "bytes"])
+def test_requirements_that_name_nothing_are_refused(requirements):
+    with pytest.raises(ConfigurationError, match="are names of functions"):
+        KernelAssertionCallback(requirements=requirements)
 
 
 def test_an_unknown_mode_is_refused():

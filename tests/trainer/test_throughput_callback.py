@@ -32,6 +32,13 @@ def test_v65_a_padded_run_counts_slots_real_and_target_tokens(tmp_path, accumula
     assert last["speed/total_documents"] == rows
 
 
+def test_v65_labels_that_never_reach_the_model_are_said_and_not_counted_as_none(tmp_path, caplog):
+    trainer = make_trainer(tmp_path, label_smoothing_factor=0.1)
+    assert as_tuple(train(trainer).run_totals().tokens)[:3] == (*expected(LENGTHS, 2)[:2], None)
+    assert "speed/target_tokens_per_second" not in training_rows(trainer)[-1]
+    assert caplog.text.count("no rates of target tokens: labels, one a position, do not reach the model") == 1
+
+
 def test_v63_an_accumulated_step_counts_all_its_micro_batches(tmp_path):
     lengths = (10, 20, 30, 40, 10, 20, 30, 40)
     trainer = make_trainer(

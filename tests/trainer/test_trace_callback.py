@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from plain_trainer import documents, make_trainer
@@ -129,11 +130,12 @@ def test_v73_a_run_that_ends_inside_the_window_leaves_a_partial_trace_that_says_
     assert len(summary.full_steps) == 1
 
 
-def test_a_run_that_ends_in_the_warm_up_step_says_why_there_is_none(tmp_path, caplog):
+@pytest.mark.parametrize("max_steps", [2, 3], ids=["before", "behind_the_warm_up_step"])
+def test_a_run_that_ends_before_the_step_says_why_there_is_none(tmp_path, caplog, max_steps):
     callback = TraceCallback(4)
-    traced(tmp_path, callback, max_steps=2)
+    traced(tmp_path, callback, max_steps=max_steps)
     assert callback.files == []
-    assert "no trace of step 4" in caplog.text
+    assert f"no trace of step 4: training ended before it (at step {max_steps})" in caplog.text
 
 
 class Fails(TrainerCallback):
@@ -323,10 +325,15 @@ def test_a_callback_used_twice_starts_afresh(tmp_path):
     assert second.is_file()
 
 
-@pytest.mark.parametrize("steps", [0, -1, (), (3, 0), ("4",), (True,), 2.5])
+@pytest.mark.parametrize("steps", [0, -1, (), (3, 0), ("4",), (True,), 2.5, None, "20"])
 def test_steps_that_are_no_steps_are_refused(steps):
-    with pytest.raises((ConfigurationError, TypeError)):
+    with pytest.raises(ConfigurationError, match="positive integers"):
         TraceCallback(steps)
+
+
+@pytest.mark.parametrize("steps", [range(3, 5), {4, 3}, numpy.array([3, 4]), (numpy.int64(3), 4)], ids=str)
+def test_steps_may_be_any_whole_numbers(steps):
+    assert TraceCallback(steps)._wanted == (3, 4)
 
 
 def test_v60_mask_building_of_a_traced_step_is_a_named_range_and_the_functions_are_put_back(tmp_path):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from datasets import Dataset, IterableDataset
 
 from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.trainer.data.answer_rows import require_answers, training_template
 from hf_speedkit.trainer.data.document_ends import spread
 from hf_speedkit.trainer.data.inputs import check_dataset, with_template_kwargs
 from hf_speedkit.trainer.data.raw_rows import columns_of, one_format
@@ -19,7 +20,12 @@ if TYPE_CHECKING:
 
 
 def check_rows(
-    named: Iterable[tuple[str, Any]], args: SpeedSFTConfig, *, tokenizer: Any = None, formatting_func: Any = None
+    named: Iterable[tuple[str, Any]],
+    args: SpeedSFTConfig,
+    *,
+    tokenizer: Any = None,
+    formatting_func: Any = None,
+    loaded: bool = False,
 ) -> None:
     """Refuse datasets that could not be trained on, and templates that would change what they say.
 
@@ -28,6 +34,7 @@ def check_rows(
         args: the job's settings.
         tokenizer: where it is there before the model: what the trainer would refuse once the model is there.
         formatting_func: as for SpeedSFTTrainer.
+        loaded: the model is there: the trainer is about to look at templates itself.
 
     Raises:
         DatasetError: see `check_dataset` and `TemplateChecks`.
@@ -50,8 +57,10 @@ def check_rows(
             dataset, text_field=args.dataset_text_field, formatting_func=formatting_func, name=name,
             completion_only_loss=args.completion_only_loss, assistant_only_loss=args.assistant_only_loss,
         )  # fmt: skip
-        if tokenizer is not None and formatting_func is None and isinstance(dataset, Dataset):
+        if tokenizer is not None and not loaded and formatting_func is None and isinstance(dataset, Dataset):
             _check_templates(spread(dataset), tokenizer, args, name)
+    if args.assistant_only_loss:
+        require_answers(named[0][1], tokenizer, args, formatting_func)
 
 
 def _refuse_pictures(named: Iterable[tuple[str, Any]]) -> None:
@@ -98,7 +107,7 @@ def _check_templates(sample: Dataset, tokenizer: Any, args: SpeedSFTConfig, name
     rows = with_template_kwargs(one_format(sample, args.dataset_text_field), args)
     if "input_ids" in columns_of(rows):
         return
-    template = _training_template(tokenizer) if args.assistant_only_loss else None
+    template = training_template(tokenizer) if args.assistant_only_loss else None
     checks = TemplateChecks(
         getattr(tokenizer, "tokenizer", tokenizer),  # a processor holds one
         template,
@@ -108,23 +117,3 @@ def _check_templates(sample: Dataset, tokenizer: Any, args: SpeedSFTConfig, name
         processor=tokenizer,
     )
     checks.before(rows, name)
-
-
-def _training_template(tokenizer: Any) -> str | None:
-    """What TRL will render with for assistant_only_loss (1.16, sft_trainer.py:941); None: the tokenizer's own."""
-    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
-
-    own = getattr(tokenizer, "chat_template", None)
-    if own is None or has_generation_markers(own):
-        return None
-    try:
-        template: str | None = get_training_chat_template(tokenizer)
-    except ValueError as error:
-        raise ConfigurationError(
-            "assistant_only_loss=True, and the chat template does not mark what the assistant says",
-            evidence=(" ".join(str(error).split()),),
-            mend="chat_template_path=FILE.jinja, the template with {% generation %} and {% endgeneration %} around the "
-            'assistant\'s words; or rows of "prompt" and "completion", whose prompts are no targets by themselves',
-            regardless="assistant_only_loss=False trains on every message",
-        ) from error
-    return template

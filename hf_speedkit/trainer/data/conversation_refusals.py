@@ -13,7 +13,7 @@ from hf_speedkit.trainer.data.conversation_checks import Messages, Render, rende
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """What chat templates know between them; a template that knows another writes its messages out, and is left alone."""
 
-_RENAME = (
+RENAME = (
     'roles = {"human": "user", "gpt": "assistant"}; dataset = dataset.map(lambda row: {"messages": [{"role": '
     'roles.get(m["from"], m["from"]), "content": m["value"]} for m in row["conversations"]]}, '
     'remove_columns="conversations")'
@@ -56,7 +56,7 @@ def refuse_foreign_roles(conversations: Sequence[tuple[Messages, dict[str, Any]]
             raise DatasetError(
                 f"the chat template refuses conversations with the roles {', '.join(_roles(messages))}",
                 evidence=(f"roles that templates know: {', '.join(ROLES)}",),
-                mend=_RENAME,
+                mend=RENAME,
             )
         if text is None:
             continue
@@ -66,7 +66,7 @@ def refuse_foreign_roles(conversations: Sequence[tuple[Messages, dict[str, Any]]
             raise DatasetError(
                 f"the chat template leaves out every message of {', '.join(map(repr, dict.fromkeys(lost)))}",
                 evidence=(f"roles that templates know: {', '.join(ROLES)}",),
-                mend=_RENAME,
+                mend=RENAME,
             )
 
 
@@ -90,7 +90,7 @@ def written_roles(conversations: Sequence[tuple[Messages, dict[str, Any]]], rend
             strangers = dict.fromkeys(str(m["role"]) for m in messages if m["role"] in _FOREIGN_ROLES)
             return (
                 f"the chat template writes the roles {', '.join(map(repr, strangers))} out; at inference they are "
-                f"user and assistant. Rename them: {_RENAME}"
+                f"user and assistant. Rename them: {RENAME}"
             )
     return None
 

@@ -15,12 +15,12 @@ from hf_speedkit.core.families import refuse_leaking_family
 from hf_speedkit.packing.boundaries import IGNORE_INDEX
 from hf_speedkit.packing.document_columns import blocks
 from hf_speedkit.packing.row_rules import OTHER_MASKS, READ_MASKS
+from hf_speedkit.trainer.data.answer_rows import refuse_plain_rows
 from hf_speedkit.trainer.data.raw_rows import (
     check_raw_rows,
     columns_of,
     is_pair,
     refuse_other_than_messages,
-    refuse_plain_rows,
 )
 from hf_speedkit.trainer.data.streaming import check_stream_settings
 from hf_speedkit.trainer.launching import refuse_split_model

@@ -21,6 +21,7 @@ from hf_speedkit.packing.row_rules import PACKED_COLUMNS
 from hf_speedkit.packing.stream import PackedStream
 from hf_speedkit.packing.stream_source import refuse_other_orders, share_of_rank, shuffles_of
 from hf_speedkit.trainer.config import SpeedSFTConfig
+from hf_speedkit.trainer.data.answer_rows import answered, without_marks
 from hf_speedkit.trainer.data.conversation_checks import SAMPLE_ROWS
 from hf_speedkit.trainer.data.document_ends import say_what_is_odd
 from hf_speedkit.trainer.data.inputs import (
@@ -32,7 +33,6 @@ from hf_speedkit.trainer.data.inputs import (
 )
 from hf_speedkit.trainer.data.positions import check_lengths
 from hf_speedkit.trainer.data.raw_rows import (
-    answered,
     as_rows,
     checked_stream,
     columns_of,
@@ -135,8 +135,11 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
         if cut:
             whole = copy.copy(args)
             whole.max_length, whole.shuffle_dataset = None, False
-        dataset = super()._prepare_dataset(dataset, processing_class, whole, False, None, name)
-        dataset = checks.after(dataset, name, num_proc=args.dataset_num_proc)
+        try:
+            tokens = super()._prepare_dataset(dataset, processing_class, whole, False, None, name)
+        except RuntimeError as error:
+            raise without_marks(error, dataset, name) from error
+        dataset = checks.after(tokens, name, num_proc=args.dataset_num_proc)
         if not cut:
             return dataset
         _say_what_is_cut(dataset, args.max_length, name)

@@ -100,26 +100,6 @@ def _format(row: Mapping[str, Any], formatting_func: Callable[[Any], Any], text_
     return {text_field: text}
 
 
-def answered(dataset: Any, name: str) -> Any:
-    """The conversations that have an answer: TRL stops at the first that has none, in a stream hours later.
-
-    Args:
-        dataset: with `messages`.
-        name: for the log.
-    """
-    kept = dataset.filter(_has_answer, input_columns="messages")
-    if isinstance(dataset, IterableDataset):
-        return kept
-    if 0 < len(kept) < len(dataset):
-        logger.warning("%s documents: %s of %s conversations have no answer and are left out", name,
-                       f"{len(dataset) - len(kept):,}", f"{len(dataset):,}")  # fmt: skip
-    return kept if len(kept) else dataset  # all of them: what TRL says then is right
-
-
-def _has_answer(messages: Any) -> bool:
-    return any(message.get("role", message.get("from")) in ("assistant", "gpt") for message in messages)
-
-
 def check_raw_rows(dataset: Dataset, text_field: str, name: str) -> None:
     """Refuse rows without a value, and columns that are not of a format's types.
 
@@ -152,23 +132,6 @@ def check_raw_rows(dataset: Dataset, text_field: str, name: str) -> None:
     elif not {"messages", "conversations"} & set(columns) and text_field in columns:
         _refuse_other_types(dataset, text_field, name, lists=False)
         _refuse_nulls(dataset, text_field, name)
-
-
-def refuse_plain_rows(dataset: Any, columns: set[str], name: str) -> None:
-    """Refuse rows that are no conversations where the loss is to be of the assistant's words alone.
-
-    Raises:
-        DatasetError: with what masks a prompt in such rows.
-    """
-    row: Mapping[str, Any] = next(iter(dataset), {})
-    if {"messages", "conversations", "input_ids"} & columns or isinstance(row.get("prompt"), list):
-        return
-    raise DatasetError(
-        f"assistant_only_loss=True, and the rows of the {name} dataset are no conversations",
-        evidence=(f"columns: {', '.join(sorted(columns))}",),
-        mend='give them "messages", or leave assistant_only_loss out: of "prompt" and "completion" only the completion '
-        "is trained on by itself",
-    )
 
 
 def refuse_other_than_messages(dataset: Dataset, column: str, name: str) -> None:

@@ -160,7 +160,9 @@ class TemplateChecks:
             raise DatasetError(
                 f"assistant_only_loss was asked for, and {trained:,} of {found:,} tokens of questions are targets",
                 evidence=(f"in the {len(rows)} conversations that were looked at",),
-                mend="end each generation span of the template on a character that is part of a token, not on a space",
+                mend="put the template's generation markers around answers only"
+                if trained == found
+                else "end each generation span of the template on a character that is part of a token, not on a space",
                 regardless='template_check="warn"',
             )
 
@@ -226,8 +228,10 @@ class MaskCheck:
             raise DatasetError(
                 f"a mask was asked for and 100 % of the {self.name} dataset's tokens are targets",
                 evidence=(f"{report.target_tokens:,} targets in {report.documents:,} documents",),
-                mend="check the template's assistant markers, or set assistant_only_loss and completion_only_loss to "
-                "False",
+                mend="put the template's generation markers around answers only, or assistant_only_loss=False"
+                if self.assistant_only
+                else 'completion_only_loss=False; or rows of "prompt" and "completion" (of "messages", '
+                "assistant_only_loss=True masks what is no answer)",
             )
 
     def padded(self, dataset: Dataset | IterableDataset, found: int | None) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from transformers import TrainerControl
 
+from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.core.step_parts import StepActivity
 from hf_speedkit.measure.launches import LaunchCounter
 
@@ -18,6 +19,19 @@ FIRST = 20
 """Optimizer steps of a session before the first count: what compiles and tunes has done so. Ten are judged warm-up."""
 
 EXCLUDED = "counted"
+
+
+def checked_interval(every: int) -> int:
+    """Steps between counts, if it is a number of them.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
+    if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+        raise ConfigurationError(
+            f"count_launches_every={every!r} is no number of steps", mend="count_launches_every=100, or 0 for never"
+        )
+    return every
 
 
 class CountedSteps:

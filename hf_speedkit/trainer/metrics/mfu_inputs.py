@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from accelerate.state import AcceleratorState
@@ -43,11 +43,22 @@ class FlopsInputs:
     table_tflops: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a peak that is none: the first log would end in a division by it."""
+        """Refuse what is no peak, function or part: the first log, behind a step, would end in it."""
         peak = self.peak_tflops
         if peak is not None and not (isinstance(peak, (int, float)) and 0 < peak < math.inf):
             raise ConfigurationError(
                 f"peak_tflops={peak!r} is no rate", mend="peak_tflops=989.5 for example, in TFLOP/s of one device"
+            )
+        if self.flops is not None and not callable(self.flops):
+            raise ConfigurationError(
+                f"flops={self.flops!r} is no function of TokenCounts",
+                mend="flops=lambda counts: 6 * 27e9 * counts.real for example, forward and backward of one device",
+            )
+        unknown = sorted({*(self.recompute or ())} - {*get_args(Part)})
+        if isinstance(self.recompute, str) or unknown:
+            raise ConfigurationError(
+                f"recompute={self.recompute!r} is no collection of a layer's parts",
+                mend=f"some of {sorted(get_args(Part))}, or None",
             )
 
     def completed(self, args: TrainingArguments, model: torch.nn.Module) -> FlopsInputs:

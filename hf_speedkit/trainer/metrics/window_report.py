@@ -23,6 +23,10 @@ _NO_TOKENS = (
     "no rates of tokens and no MFU: batches have neither input_ids nor inputs_embeds; tell what one holds with "
     "ThroughputCallback.count(TokenCounts(...)) before its forward pass"
 )
+_NO_TARGETS = (
+    "no rates of target tokens: labels, one a position, do not reach the model (label_smoothing_factor and losses of "
+    "one's own take them out before); tell what a batch holds with ThroughputCallback.count(TokenCounts(...))"
+)
 
 
 class WindowReport:
@@ -68,6 +72,8 @@ class WindowReport:
         self._note_compilations(len(records), metrics)
         if not any(record.tokens.slots for record in records):
             self.warn_once(_NO_TOKENS)
+        elif all(record.tokens.target is None for record in records):
+            self.warn_once(_NO_TARGETS)
         self._say_findings(metrics)
         if self._speaks:
             self._sinks.steps(records)

@@ -1,6 +1,7 @@
 """Masks: what would train on nothing, on everything, or on tokens that nobody meant."""
 
 import logging
+import re
 
 import pytest
 from chat_rows import (
@@ -18,13 +19,45 @@ from support import tiny_llama
 from tokenizers.processors import TemplateProcessing
 
 from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
-from hf_speedkit.core.errors import DatasetError
+from hf_speedkit.core.errors import ConfigurationError, DatasetError, SpeedkitError
 from hf_speedkit.trainer.data.document_ends import say_what_is_odd
 
+SHAREGPT = [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]
 
-def test_v82_a_template_without_markers_does_not_train_on_everything_or_nothing(tmp_path):
-    with pytest.raises((ValueError, RuntimeError), match=r"generation|assistant tokens|chat template"):
-        trainer_for(tmp_path, chats(), PLAIN, assistant_only_loss=True)
+
+@pytest.mark.parametrize(
+    ("rows", "template", "said", "mend"),
+    [
+        (chats(1), PLAIN, "the chat template does not mark what the assistant says", "{% generation %}"),
+        (chats(1), None, "the tokenizer has no chat template", "chat_template_path"),
+        ([{"messages": chat("w1")}], MARKED, "none of 1 conversations of the train dataset has an answer", "assistant"),
+        ([{"messages": chat("w1", "")}], MARKED, "marks no token of a conversation", 'm["content"]'),
+        (
+            [{"conversations": SHAREGPT}],
+            MARKED,
+            '"conversations" of the train dataset are of "from"',
+            '"conversations"',
+        ),
+        ([{"messages": SHAREGPT}], MARKED, '"messages" of the train dataset are of "from"', 'row["messages"]'),
+        ([{"input_ids": [3, 4], "assistant_masks": [0, 1]}], MARKED, "are tokens already", "applied by themselves"),
+        ([{"text": "w1 w2"}], MARKED, "are no conversations", '"messages"'),
+    ],
+    ids=["no_markers", "no_template", "no_answer", "empty", "from_value", "from_in_messages", "tokens", "text"],
+)
+def test_v82_answers_that_cannot_be_told_are_refused_with_the_mend(tmp_path, rows, template, said, mend):
+    """TRL's own errors come after the model is loaded, name no row and say nothing of what to do."""
+    with pytest.raises(SpeedkitError, match=re.escape(said)) as refused:
+        trainer_for(tmp_path, Dataset.from_list(list(rows)), template, assistant_only_loss=True)
+    assert mend in refused.value.mend
+
+
+def test_v82_conversations_of_roles_are_taken_by_either_name(tmp_path):
+    rows = chats().rename_column("messages", "conversations")
+    trainer = trainer_for(tmp_path, rows, MARKED, assistant_only_loss=True)
+    assert 0.2 < trainer._reports["train"].target_share < 0.6
+    config = SpeedSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, assistant_only_loss=True)
+    with pytest.raises(ConfigurationError, match="beside formatting_func"):
+        SpeedSFTTrainer(tiny_llama(), config, None, rows, processing_class=tokenizer_with(MARKED), formatting_func=str)
 
 
 def test_v82_a_template_with_markers_trains_on_the_answers(tmp_path):

@@ -35,6 +35,7 @@ from hf_speedkit.trainer.metrics.mfu_inputs import (
     training_dtype,
 )
 from hf_speedkit.trainer.metrics.notices import missing_notices, notices, slowing_switches
+from hf_speedkit.trainer.throughput_callback import ThroughputCallback
 
 TOKENS = 12
 COUNTS = TokenCounts(slots=TOKENS, real=TOKENS, target=5, documents=1, squared_lengths=TOKENS**2)
@@ -327,10 +328,22 @@ def test_fp32_weights_have_the_peak_of_tf32_however_that_was_switched_on(new_set
             torch.set_float32_matmul_precision("highest")
 
 
-@pytest.mark.parametrize("given", ["989", -1, 0, float("inf")])
-def test_a_peak_that_is_no_rate_is_refused_where_it_is_given(given):
-    with pytest.raises(ConfigurationError, match="in TFLOP/s of one device"):
-        FlopsInputs(peak_tflops=given)
+@pytest.mark.parametrize(
+    ("given", "mend"),
+    [
+        *(({"peak_tflops": peak}, "in TFLOP/s of one device") for peak in ("989", -1, 0, float("inf"))),
+        ({"flops": 6e9}, "counts.real for example"),
+        ({"recompute": "attention"}, "some of "),
+        ({"recompute": ("mlp",)}, "some of "),
+        *(({"count_launches_every": every}, "0 for never") for every in (-1, None, 1.5)),
+        *(({"sinks": sinks}, "JsonlSink") for sinks in ("steps.jsonl", None, [3])),
+    ],
+    ids=str,
+)
+def test_what_a_callback_cannot_use_is_refused_where_it_is_given(given, mend):
+    """At the first log, behind a step of training, most of it ended in a TypeError."""
+    with pytest.raises(ConfigurationError, match=mend):
+        ThroughputCallback(**given)
 
 
 @pytest.mark.parametrize(
