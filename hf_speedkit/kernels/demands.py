@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.core.records import KernelCheck, KernelRequirement, KernelVerdict
@@ -19,8 +20,8 @@ def checked(requirements: Sequence[Requirement] | Requirement | None) -> tuple[R
     """
     if requirements is None:
         return None
-    one = isinstance(requirements, str | KernelRequirement)
-    wanted = (requirements,) if one else tuple(requirements) if isinstance(requirements, Iterable) else (requirements,)
+    given: Any = requirements
+    wanted = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
     strange = [entry for entry in wanted if not isinstance(entry, str | KernelRequirement)]
     if strange:
         raise ConfigurationError(

@@ -97,8 +97,9 @@ class SinkGroup:
     """
 
     def __init__(self, sinks: Iterable[Callable[[StepRecord], object]]) -> None:
+        given: Any = sinks
         self._sinks: tuple[Any, ...] = (
-            tuple(sinks) if isinstance(sinks, Iterable) and not isinstance(sinks, str) else (sinks,)
+            tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
         )
         strange = [sink for sink in self._sinks if not callable(sink)]
         if strange:

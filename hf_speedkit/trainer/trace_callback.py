@@ -297,9 +297,9 @@ class TraceCallback(TrainerCallback):  # type: ignore[misc]
         self.close("the process ended")
 
 
-def _checked(steps: int | Iterable[int]) -> tuple[int, ...]:
+def _checked(steps: Any) -> tuple[int, ...]:
     wanted = tuple(steps) if isinstance(steps, Iterable) and not isinstance(steps, str) else (steps,)
-    if not wanted or any(not isinstance(step, Integral) or isinstance(step, bool) or step < 1 for step in wanted):
+    if not wanted or any(isinstance(step, bool) or not isinstance(step, Integral) or step < 1 for step in wanted):
         raise ConfigurationError(
             f"steps to trace must be positive integers, got {steps!r}", mend="TraceCallback(steps=(20,))"
         )
