@@ -120,6 +120,8 @@ def from_dataset(
     """
     from hf_speedkit.packing.document_columns import refuse_padded_or_packed
     from hf_speedkit.packing.documents import document_lengths
+    from hf_speedkit.trainer.data.empty_contents import blank_contents, refuse_null_contents
+    from hf_speedkit.trainer.data.inputs import check_dataset
 
     loaded = _load(dataset, split, config)
     if not len(loaded):
@@ -127,11 +129,15 @@ def from_dataset(
     if "input_ids" in loaded.column_names:
         refuse_padded_or_packed(loaded)
         return _documents(document_lengths(loaded).tolist())
+    check_dataset(loaded, text_field=text_field, name=split)
+    refuse_null_contents(loaded, split)
     tokenizer = _tokenizer(model)
     findings = _findings(loaded, tokenizer, template_arguments)
+    findings += tuple(blank_contents(loaded, text_field, of=f"rows of the {split} dataset"))
     counted = loaded.map(
         count_tokens,
         fn_kwargs={"tokenizer": tokenizer, "text_field": text_field, "template_arguments": dict(template_arguments)},
+        with_indices=True,
         remove_columns=loaded.column_names,
         num_proc=processes if processes > 1 else None,
         desc="Tokenizing",
@@ -140,15 +146,18 @@ def from_dataset(
 
 
 def count_tokens(
-    row: Mapping[str, Any], tokenizer: Any, text_field: str, template_arguments: Mapping[str, Any]
+    row: Mapping[str, Any], number: int, tokenizer: Any, text_field: str, template_arguments: Mapping[str, Any]
 ) -> dict[str, int]:
-    """Tokens of one row as TRL would tokenize it: conversation, prompt and completion, or text with an end.
+    """Tokens of one row, as TRL would tokenize it: conversation, prompt and completion, or text with an end.
+
+    Args:
+        row: of the dataset.
+        number: of the row, from 0.
+        tokenizer, text_field, template_arguments: see `from_dataset`.
 
     Raises:
         DatasetError: none of these columns, or a conversation that the template refuses.
     """
-    from jinja2 import TemplateError
-
     messages = row.get("messages") or row.get("conversations")
     if row.get("prompt") is not None and row.get("completion") is not None:
         if not isinstance(row["prompt"], list):
@@ -159,18 +168,19 @@ def count_tokens(
 
         found = conversations_of([{**row, "messages": messages, "prompt": None}])
         if not found:
-            raise DatasetError("a conversation is no list of messages with roles", mend="use role and content")
+            raise DatasetError(
+                f"the conversation of row {number:,} is no list of messages with roles", mend="use role and content"
+            )
         conversation, own = found[0]
         try:
             text = tokenizer.apply_chat_template(conversation, tokenize=False, **{**template_arguments, **own})
-        except (TemplateError, TypeError) as error:
-            raise unrenderable(conversation, error) from error
+        except Exception as error:  # a template may raise anything
+            raise unrenderable(conversation, error, row=number) from error
         return {"tokens": len(tokenizer(text, add_special_tokens=False)["input_ids"])}
     if isinstance(row.get(text_field), str):
         return {"tokens": len(tokenizer(_ended(row[text_field], tokenizer))["input_ids"])}
-    empty = [] in (row.get("messages"), row.get("conversations"))
     raise DatasetError(
-        "a row has an empty conversation" if empty else "a row has no text to count",
+        f"row {number:,} has no text to count",
         evidence=(f"its columns: {', '.join(sorted(map(str, row)))}",),
         mend='name the column with --text-field, or give it "messages"; filter rows without any',
     )
@@ -212,6 +222,7 @@ def _tokenizer(model: str) -> Any:
 def _findings(loaded: Any, tokenizer: Any, template_arguments: Mapping[str, Any]) -> tuple[str, ...]:
     from hf_speedkit.trainer.data.conversation_checks import conversations_of, refuse_reasoning_line
     from hf_speedkit.trainer.data.conversation_refusals import refuse_foreign_roles, refuse_missing_template
+    from hf_speedkit.trainer.data.template_faults import refuse_broken_template
 
     def render(messages: Any, **arguments: Any) -> str:
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
@@ -221,6 +232,7 @@ def _findings(loaded: Any, tokenizer: Any, template_arguments: Mapping[str, Any]
     if not getattr(tokenizer, "chat_template", None):
         refuse_missing_template(tokenizer, sample)
         return ()
+    refuse_broken_template(sample, render, tokenizer.chat_template)
     refuse_foreign_roles(sample, render)
     try:
         refuse_reasoning_line(sample, render)

@@ -210,10 +210,13 @@ USER = {"role": "user", "content": "w3"}
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"foo": "w3"}, "no text to count"),
-        ({"messages": []}, "an empty conversation"),
-        ({"messages": [{"speaker": "a", "text": "w3"}]}, "no list of messages"),
-        ({"messages": [USER, USER]}, "roles must alternate"),
+        ({"foo": "w3"}, "no column to train on"),
+        ({"messages": []}, "first rows: [1]"),
+        ({"messages": None}, "first rows: [1]"),
+        ({"messages": [USER, {**USER, "content": None}]}, "first rows: [1]"),
+        ({"text": None}, 'rows of the train dataset have no "text"'),
+        ({"messages": [{"speaker": "a", "text": "w3"}]}, "have no role"),
+        ({"messages": [USER, USER]}, "refuses the conversation of row 1: roles must alternate"),
         ({"input_ids": "w3"}, "not a list of integers"),
     ],
 )
@@ -224,7 +227,10 @@ def test_rows_that_cannot_be_counted_are_a_bad_subject_in_words_and_in_json(tmp_
         "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content + ' ' }}{% endfor %}"
     )
     tokenizer.save_pretrained(model)
-    (tmp_path / "data.jsonl").write_text(json.dumps(row))
+    good = (
+        [{"messages": [USER, {**USER, "role": "assistant"}]}] if "messages" in row and words != "have no role" else []
+    )
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, [*good, row])))
     result = run(model, tmp_path / "data.jsonl", "--json")
     assert (result.exit_code, type(result.exception)) == (1, SystemExit)
     assert words in result.stderr

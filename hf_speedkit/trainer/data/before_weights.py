@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from datasets import Dataset, IterableDataset
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.trainer.data.answer_rows import require_answers, training_template
 from hf_speedkit.trainer.data.document_ends import spread
+from hf_speedkit.trainer.data.empty_contents import refuse_null_contents
 from hf_speedkit.trainer.data.inputs import check_dataset, with_template_kwargs
 from hf_speedkit.trainer.data.raw_rows import columns_of, one_format
 from hf_speedkit.trainer.data.templates import TemplateChecks
@@ -37,7 +39,7 @@ def check_rows(
         loaded: the model is there: the trainer is about to look at templates itself.
 
     Raises:
-        DatasetError: see `check_dataset` and `TemplateChecks`.
+        DatasetError: see `check_dataset`, `refuse_null_contents` and `TemplateChecks`.
         ConfigurationError: images in rows that documents share, a template that is not there, a token of the settings
             that the tokenizer does not know, documents that share rows where one process drives several GPUs.
     """
@@ -57,7 +59,11 @@ def check_rows(
             dataset, text_field=args.dataset_text_field, formatting_func=formatting_func, name=name,
             completion_only_loss=args.completion_only_loss, assistant_only_loss=args.assistant_only_loss,
         )  # fmt: skip
-        if tokenizer is not None and not loaded and formatting_func is None and isinstance(dataset, Dataset):
+        if formatting_func is None and args.template_check == "strict":
+            refuse_null_contents(dataset, name)
+        # With the model only where TRL itself renders a conversation in its constructor, and fails in jinja's words.
+        early = tokenizer is not None and (args.assistant_only_loss or not loaded)
+        if early and formatting_func is None and isinstance(dataset, Dataset):
             _check_templates(spread(dataset), tokenizer, args, name)
     if args.assistant_only_loss:
         require_answers(named[0][1], tokenizer, args, formatting_func)
@@ -102,8 +108,14 @@ def _refuse_unknown_tokens(tokenizer: Any, args: SpeedSFTConfig) -> None:
 
 
 def _check_templates(sample: Dataset, tokenizer: Any, args: SpeedSFTConfig, name: str) -> None:
-    if args.chat_template_path is not None or args.template_check != "strict":
-        return  # another template takes its place once the model is there; or nothing is refused
+    if args.template_check != "strict":
+        return
+    if args.chat_template_path is not None:
+        given = _template_file(args.chat_template_path)
+        if given is None:
+            return  # the template of another tokenizer, which TRL fetches once the model is there
+        tokenizer = copy.copy(tokenizer)
+        tokenizer.chat_template = given
     rows = with_template_kwargs(one_format(sample, args.dataset_text_field), args)
     if "input_ids" in columns_of(rows):
         return
@@ -117,3 +129,8 @@ def _check_templates(sample: Dataset, tokenizer: Any, args: SpeedSFTConfig, name
         processor=tokenizer,
     )
     checks.before(rows, name)
+
+
+def _template_file(path: str) -> str | None:
+    """What TRL 1.16 takes for the template itself (sft_trainer.py:749)."""
+    return Path(path).read_text(encoding="utf-8") if path.endswith((".jinja", ".j2")) and Path(path).is_file() else None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from hf_speedkit.core.errors import ConfigurationError, DatasetError
+from hf_speedkit.core.errors import ConfigurationError, DatasetError, SpeedkitError
 
 Messages = Sequence[Mapping[str, Any]]
 Render = Callable[..., str]
@@ -222,32 +222,39 @@ def _prompt(infer: Render, messages: Messages, arguments: Mapping[str, Any]) -> 
     return rendered_or_none(infer, messages, {**arguments, "add_generation_prompt": True})
 
 
-def unrenderable(messages: Messages, error: Exception) -> DatasetError:
-    """The refusal of a conversation that its template cannot write, with what the template said."""
+def unrenderable(messages: Messages, error: Exception, *, row: int | None = None) -> DatasetError:
+    """The refusal of a conversation that its template cannot write, with what the template said.
+
+    Args:
+        messages: the conversation.
+        error: what the template raised.
+        row: its number in the dataset, from 0, where it is known.
+    """
     roles = ", ".join(str(message.get("role")) for message in messages[:8])
+    begins = str(messages[0].get("content"))[:_SHOWN_CHARACTERS] if messages else ""
     return DatasetError(
-        f"the chat template refuses a conversation: {error}",
-        evidence=(f"its roles: {roles}{', ...' if len(messages) > 8 else ''}",),
+        f"the chat template refuses {'a conversation' if row is None else f'the conversation of row {row:,}'}: {error}",
+        evidence=(f"its roles: {roles}{', ...' if len(messages) > 8 else ''}", f"it begins with {begins!r}"),
         mend="change or filter such conversations; the template says which roles and contents it takes",
     )
 
 
 def _whole(render: Render, messages: Messages, arguments: Mapping[str, Any]) -> str:
-    from jinja2 import TemplateError
-
     try:
         return render(messages, **arguments)
-    except (TemplateError, TypeError) as error:  # filters raise TypeError for contents of another type
+    except SpeedkitError:
+        raise
+    except Exception as error:  # filters raise TypeError for contents of another type, and a template anything
         raise unrenderable(messages, error) from error
 
 
 def rendered_or_none(render: Render, messages: Messages, arguments: Mapping[str, Any]) -> str | None:
     """The text, or None for a beginning that the template refuses (a system message alone, for example)."""
-    from jinja2 import TemplateError
-
     try:
         return render(messages, **arguments)
-    except (TemplateError, TypeError):
+    except SpeedkitError:
+        raise
+    except Exception:  # noqa: BLE001 - see `_whole`; whoever needs the reason renders the whole conversation
         return None
 
 

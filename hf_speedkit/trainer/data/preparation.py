@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Self
 
 from datasets import Dataset, IterableDataset
+from jinja2 import TemplateError
 from trl import SFTTrainer
 
 from hf_speedkit.core.document_records import DocumentReport
@@ -48,6 +49,7 @@ from hf_speedkit.trainer.setting_names import refuse_unknown_arguments
 logger = logging.getLogger(__name__)
 
 _TOLERATED_CUT_SHARE = 0.01
+_TOLERATED_DRY_SHARE = 0.01
 
 
 class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
@@ -81,7 +83,7 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
             dataset = formatted(dataset, formatting_func, args.dataset_text_field)
         dataset = with_template_kwargs(one_format(dataset, args.dataset_text_field), args)
         if streaming:
-            dataset = checked_stream(dataset, args.dataset_text_field)
+            dataset = checked_stream(dataset, args.dataset_text_field, nulls=args.template_check != "strict")
         columns = columns_of(dataset)
         if args.assistant_only_loss and "messages" in columns:
             dataset = answered(dataset, name)
@@ -98,6 +100,7 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
             args.exclude_generation_prompt,
             processor=processing_class,
             answers_only=args.assistant_only_loss,
+            text_field=args.dataset_text_field,
         )
         checks.before(dataset, name)
         with self._masking(args, columns):
@@ -122,7 +125,9 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
         """What of a tokenized dataset can be packed, counted and shown."""
         documents, report = prepare_documents(dataset, tokens_per_batch=args.row_slots, overlong=args.overlong)
         masks.packed(report, documents)
-        logger.info("%s documents: %s", masks.name, report.sentence())
+        dry = report.empty_documents + report.targetless_documents
+        say = logger.warning if dry > _TOLERATED_DRY_SHARE * report.documents_found else logger.info
+        say("%s documents: %s", masks.name, report.sentence())
         log_example(documents, self._tokenizer, masks.name)
         return documents, report
 
@@ -139,6 +144,11 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
             tokens = super()._prepare_dataset(dataset, processing_class, whole, False, None, name)
         except RuntimeError as error:
             raise without_marks(error, dataset, name) from error
+        except (TemplateError, TypeError) as error:  # of a row that no sample held; it says neither which nor why
+            named = checks.failure_of(dataset) if isinstance(dataset, Dataset) else None
+            if named is None:
+                raise
+            raise named from error
         dataset = checks.after(tokens, name, num_proc=args.dataset_num_proc)
         if not cut:
             return dataset

@@ -14,6 +14,7 @@ from typing import Any
 from datasets import Dataset, IterableDataset, Value
 
 from hf_speedkit.core.errors import DatasetError
+from hf_speedkit.trainer.data.empty_contents import has_null
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +142,8 @@ def refuse_other_than_messages(dataset: Dataset, column: str, name: str) -> None
         DatasetError: what they are, and the line of code that makes them lists of messages where there is one.
     """
     feature: Any = dataset.features[column]
+    if "null" in (getattr(feature, "dtype", None), getattr(getattr(feature, "feature", None), "dtype", None)):
+        return  # no row has a message, which is told with the rows
     turn = feature if isinstance(feature, dict) else getattr(feature, "feature", None)
     mend: str | None
     if isinstance(feature, dict):
@@ -200,18 +203,22 @@ def _refuse_nulls(dataset: Dataset, column: str, name: str) -> None:
         )
 
 
-def checked_stream(stream: IterableDataset, text_field: str) -> IterableDataset:
+def checked_stream(stream: IterableDataset, text_field: str, *, nulls: bool = False) -> IterableDataset:
     """The stream, each row looked at as it passes: one that cannot be read is named, where TRL would stumble over it.
 
     Args:
         stream: as `one_format` or `formatted` has made it.
         text_field: column of plain text.
+        nulls: messages whose content is null pass.
     """
-    return stream.map(_refuse_row, with_indices=True, fn_kwargs={"text_field": text_field}, features=stream.features)
+    given = {"text_field": text_field, "nulls": nulls}
+    return stream.map(_refuse_row, with_indices=True, fn_kwargs=given, features=stream.features)
 
 
-def _refuse_row(row: Mapping[str, Any], index: int, text_field: str) -> dict[str, Any]:
+def _refuse_row(row: Mapping[str, Any], index: int, text_field: str, nulls: bool) -> dict[str, Any]:
     wrong = _what_is_wrong(row, text_field)
+    if wrong is None and not nulls and any(has_null(row.get(name)) for name in (*_PAIR, "messages", "conversations")):
+        wrong = "has a message whose content is null"
     if wrong is not None:
         raise DatasetError(
             f"row {index:,} of the stream {wrong}",

@@ -39,7 +39,9 @@ from hf_speedkit.trainer.data.conversation_refusals import (
     written_roles,
 )
 from hf_speedkit.trainer.data.document_ends import sample_rows
+from hf_speedkit.trainer.data.empty_contents import blank_contents, refuse_null_contents
 from hf_speedkit.trainer.data.raw_rows import refuse_merged_prompts, trained_questions
+from hf_speedkit.trainer.data.template_faults import named_failure, refuse_broken_template
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,7 @@ class TemplateChecks:
         quiet: only refuse; what there is to say is said when the trainer looks once more.
         processor: what TRL renders with, where that is more than the tokenizer.
         answers_only: `assistant_only_loss` was asked for.
+        text_field: column of plain text.
     """
 
     tokenizer: Any
@@ -72,6 +75,7 @@ class TemplateChecks:
     quiet: bool = False
     processor: Any = None
     answers_only: bool = False
+    text_field: str = "text"
 
     def before(self, dataset: Dataset | IterableDataset, name: str) -> None:
         """Look at the first conversations as they will be rendered.
@@ -82,9 +86,13 @@ class TemplateChecks:
         if self.mode == "off" or "input_ids" in (dataset.column_names or ()):
             return
         sample = sample_rows(dataset)
+        self._refuse(lambda: refuse_null_contents(dataset, name), name)
+        for sentence in () if self.quiet else self._blank(dataset, sample, name):
+            logger.warning("%s", sentence)
         self._refuse(lambda: refuse_merged_prompts(sample, self.tokenizer), name)
         conversations = conversations_of(sample)
         refuse_missing_template(self.processor or self.tokenizer, conversations)
+        self._refuse(lambda: self._refuse_broken(conversations), name)
         prompts = any("prompt" in row for row in sample)
         self._refuse(lambda: refuse_foreign_roles(conversations, self._train), name)
         self._refuse(lambda: refuse_weighed_messages(conversations), name)
@@ -165,6 +173,23 @@ class TemplateChecks:
                 else "end each generation span of the template on a character that is part of a token, not on a space",
                 regardless='template_check="warn"',
             )
+
+    def _refuse_broken(self, conversations: Sequence[tuple[Messages, dict[str, Any]]]) -> None:
+        refuse_broken_template(
+            conversations, self._infer, getattr(self.processor or self.tokenizer, "chat_template", None)
+        )
+        if self.training_template is not None:
+            refuse_broken_template(conversations, self._train, self.training_template)
+
+    def failure_of(self, dataset: Dataset) -> DatasetError | None:
+        """The row that the template fails on, after TRL's tokenization has failed without a number."""
+        return named_failure(dataset, self._train)
+
+    def _blank(self, dataset: Dataset | IterableDataset, sample: list[Any], name: str) -> list[str]:
+        if isinstance(dataset, Dataset):
+            return blank_contents(dataset, self.text_field, of=f"rows of the {name} dataset")
+        first = Dataset.from_list(sample, on_mixed_types="use_json")
+        return blank_contents(first, self.text_field, of=f"first rows of the {name} stream")
 
     def _refuse(self, check: Any, name: str) -> Any:
         try:

@@ -17,8 +17,9 @@ from chat_rows import (
 )
 from datasets import Dataset, IterableDataset
 
-from hf_speedkit import SpeedSFTTrainer
+from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
 from hf_speedkit.core.errors import ConfigurationError, DatasetError
+from hf_speedkit.trainer.data.before_weights import check_rows
 from hf_speedkit.trainer.data.templates import TemplateChecks, marked_example
 
 SHAREGPT = [{"conversations": [{"from": "human", "value": "w3 w4"}, {"from": "gpt", "value": "w5 w6"}]}]
@@ -50,6 +51,48 @@ def test_conversations_that_the_template_would_not_write_are_refused_with_the_me
         names = {"dataset": Dataset.from_list(rows)}
         exec(refused.value.mend, names)
         checks.before(names["dataset"], "train")
+
+
+LATE = "{% if messages[0].content == 'w9 w1 w2' %}\n{{ raise_exception('no nines') }}{% endif %}" + PLAIN
+
+
+@pytest.mark.parametrize(
+    ("template", "line", "said"),
+    [
+        ("{% for m in messages %}\n{{ m.content }\n{% endfor %}", 2, "unexpected"),
+        ("{% for m in messages %}\n\n{{ m.content | shout }}{% endfor %}", 3, "No filter named 'shout'"),
+        ("x\n{% for m in messages %}\n{{ m.content + date.today }}{% endfor %}", 3, "'date' is undefined"),
+        ("x\n{{ raise_exception('never') }}", 2, "never"),
+        ("{{ 1 // 0 }}", 1, "ZeroDivisionError"),
+    ],
+)
+@pytest.mark.parametrize("rows", [SHAREGPT, [{"messages": chat("w3", "w4")}]], ids=["ShareGPT", "messages"])
+def test_a_template_that_is_broken_is_blamed_itself_with_its_line(template, line, said, rows, caplog):
+    with pytest.raises(ConfigurationError, match=rf"the chat template fails in line {line}: .*{said}") as refused:
+        checks(template).before(Dataset.from_list(rows), "train")
+    assert f"line {line}: {template.splitlines()[line - 1].strip()}" in str(refused.value)
+    checks(template, mode="warn").before(Dataset.from_list(rows), "train")
+    assert f"fails in line {line}" in caplog.text
+
+
+def test_the_row_that_no_sample_held_and_the_template_refuses_is_named(tmp_path):
+    rows = Dataset.from_list(
+        [{"messages": chat(f"w{i % 9} w1 w2", "w4")} for i in range(151)] + [{"messages": chat("w9 w1 w2", "w4")}]
+    )
+    with pytest.raises(DatasetError, match=r"refuses the conversation of row 151: no nines\n.*\n.*'w9 w1 w2'"):
+        trainer_for(tmp_path, rows, LATE)
+
+
+def test_a_broken_template_file_is_found_before_the_weights(tmp_path):
+    path = tmp_path / "chat.jinja"
+    path.write_text("{% for m in messages %}{{ m.content }")
+    args = SpeedSFTConfig(
+        output_dir=str(tmp_path), bf16=False, use_cpu=True, tokens_per_batch=64, chat_template_path=str(path)
+    )
+    with pytest.raises(ConfigurationError, match="fails in line 1"):
+        check_rows([("train", chats())], args, tokenizer=tokenizer_with(PLAIN))
+    with pytest.raises(ConfigurationError, match=r"fails in line 2: .*never"):  # TRL's constructor renders with it too
+        trainer_for(tmp_path, chats(), MARKED + "\n{{ raise_exception('never') }}", assistant_only_loss=True)
 
 
 def test_one_example_is_logged_with_its_targets_marked(tmp_path, caplog):
