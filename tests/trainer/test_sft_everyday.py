@@ -13,6 +13,7 @@ from hf_speedkit.core.errors import ConfigurationError, DatasetError, NonFiniteE
 from hf_speedkit.trainer.proof.head_proof import probe_tokens, prove_loss_head
 from hf_speedkit.trainer.proof.module_mode import in_mode
 from hf_speedkit.trainer.step.expert_balance import without_padding
+from hf_speedkit.trainer.step.own_loss import summands
 
 LENGTHS = [9, 4, 17, 2, 30, 8]
 HELD_OUT = [2, 2, 2, 30, 4, 25, 3, 3]
@@ -138,7 +139,30 @@ class OwnLoss(SpeedSFTTrainer):
         return (loss, outputs) if return_outputs else loss
 
 
-def test_v26_v32_a_subclass_with_a_loss_of_its_own_trains_and_is_measured_like_any(tmp_path):
+class MeanLoss(OwnLoss):
+    """A mean over the micro-batch, as before transformers knew of num_items_in_batch."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs, return_outputs)
+
+
+def mean_of(outputs, labels, num_items_in_batch=None):
+    logits, labels = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / labels.ne(-100).sum().clamp(min=1)
+
+
+@pytest.mark.filterwarnings("ignore:.*compute_loss_func:FutureWarning")
+@pytest.mark.parametrize("given", [{"cls": MeanLoss}, {"compute_loss_func": mean_of}], ids=["a subclass", "a function"])
+def test_v25_a_mean_over_the_micro_batch_is_told_where_losses_are_added_up(tmp_path, caplog, given):
+    trainer = trainer_for(tmp_path, model=tiny_llama(), gradient_accumulation_steps=2, max_steps=1, **given)
+    trainer.train()
+    assert caplog.text.count("2 losses a step are added up") == 1
+    assert trainer.throughput.run_totals().session.slots == 64  # what is asked beside is not counted
+    trainer.loss_is_scaled_for_ga = False
+    assert summands(trainer) == 1
+
+
+def test_v26_v32_a_subclass_with_a_loss_of_its_own_trains_and_is_measured_like_any(tmp_path, caplog):
     """Of the rows of the one step some are empty: the model's own loss of those is 0 / 0, and not used."""
     model = tiny_llama()
     expected = token_mean_loss(model, tokenized(LENGTHS))
@@ -150,6 +174,7 @@ def test_v26_v32_a_subclass_with_a_loss_of_its_own_trains_and_is_measured_like_a
     )
     trainer.train()
     (logged,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert "losses a step are added up" not in caplog.text
     assert logged["loss"] == pytest.approx(expected, rel=1e-5)
     assert logged["num_tokens"] == logged["speed/total_real_tokens"] == sum(LENGTHS)
     assert logged["speed/total_target_tokens"] == sum(LENGTHS) - len(LENGTHS)

@@ -7,6 +7,7 @@ target tokens, where TRL takes the mean of the micro-batches' means; with equal 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from hf_speedkit.packing.boundaries import IGNORE_INDEX
 from hf_speedkit.trainer.metrics.nonfinite import log_refusal
 from hf_speedkit.trainer.ranks.roll_call import RollCall
 from hf_speedkit.trainer.step.expert_balance import without_padding
+from hf_speedkit.trainer.step.own_loss import asked, summands, warn_of_a_mean
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback
 
 _MEANS = "eval means"
@@ -50,6 +52,7 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
     _total_train_tokens: int
     _aside = Aside()
     _scored = False
+    _asked = False
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Trainer's inputs on the device, and the collator's own words put aside.
@@ -64,13 +67,27 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
             self.count_tokens("train" if self.model.training else "eval", counts)
         return inputs
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Trainer's; a subclass's own loss is looked at here, and its real tokens are counted."""
         self._scored = False
-        loss = super().training_step(*args, **kwargs)
-        if not self._scored and self._aside.counts is not None:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self._scored:
+            return loss
+        if self._aside.counts is not None:
             self._count_real(loss, self._aside.counts.real or 0)
+        if self._asks_own_loss() and num_items_in_batch is not None:
+            again = super()._prepare_inputs(inputs)
+            again = {key: again[key] for key in again if key not in ("token_counts", "target_positions")}
+            with torch.no_grad(), self.compute_loss_context_manager():
+                other = self.compute_loss(model, again, num_items_in_batch=num_items_in_batch * 2)
+            warn_of_a_mean(loss, other, summands(self))
         return loss
+
+    def _asks_own_loss(self) -> bool:
+        """Whether a loss of the user's own is still to be asked how it is divided; once a trainer."""
+        asks = not self._asked and summands(self) > 1
+        self._asked = True
+        return asks
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's; a subclass's own loss is weighed by the row's targets here, as every loss is."""
@@ -126,7 +143,11 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
     ) -> Any:
         """TRL's loss where this class steps aside; its `num_tokens`, which counts padding of a packed row, is ours."""
         before: int = self._total_train_tokens
-        with without_padding(counts.real if counts is not None and self.aux_loss_enabled else None):
+        own = mode == "train" and self.compute_loss_func is not None and self._asks_own_loss()
+        with (
+            without_padding(counts.real if counts is not None and self.aux_loss_enabled else None),
+            asked(self) if own else nullcontext(),
+        ):
             result = super().compute_loss(model, inputs, outputs, items)
         loss = result[0] if outputs else result
         if mode == "eval":
