@@ -67,7 +67,7 @@ class PreparedModel:
         decay: None for a model without such layers.
         tied_wanted: whether the model's config ties input embedding and output head.
         tied: whether they are one tensor.
-        layers_checkpointed_twice: layers that both FSDP's and the Trainer's activation checkpointing recompute.
+        layers_checkpointed_twice: layers in a checkpoint wrapper (FSDP's, or one's own) that checkpoint themselves.
         accumulation_steps: micro-batches of an optimizer step.
         reduces_each: whether gradients are reduced after every micro-batch.
         train_slots, eval_slots: positions of one forward pass; None where rows have no fixed length.
@@ -188,9 +188,11 @@ def _checkpointed_twice(model: PreparedModel) -> Finding | None:
         return None
     return _problem(
         "checkpointed_twice",
-        f"{model.layers_checkpointed_twice} layers have two activation checkpointings, the Trainer's and FSDP's: the "
-        "second saves nothing, and makes it three forward passes a step instead of two if the first is reentrant",
-        advice="fsdp_config: activation_checkpointing: false (the Trainer's own can skip layers and offload)",
+        f"{model.layers_checkpointed_twice} layers have two activation checkpointings, the Trainer's and "
+        f"{'FSDP' if model.sharding_asked else 'a wrapper'}'s: the second saves nothing, and makes it three forward "
+        "passes a step instead of two if the first is reentrant",
+        advice=("fsdp_config: activation_checkpointing: false" if model.sharding_asked else "wrap no layer by hand")
+        + " (the Trainer's own can skip layers and offload)",
     )
 
 

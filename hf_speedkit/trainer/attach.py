@@ -82,8 +82,15 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> None:
     for callback in callbacks:
         if not isinstance(callback, TrainerCallback):
             name = callback.__name__ if isinstance(callback, type) else type(callback).__name__
+            own = isinstance(callback, type) and issubclass(callback, TrainerCallback)
+            mend = (
+                "attach(trainer, *callbacks)"
+                if isinstance(callback, list | tuple)
+                else "attach(trainer, ThroughputCallback())"
+            )
             raise ConfigurationError(
-                f"attach() takes callback instances, not {name}", mend=f"attach(trainer, {name}(...))"
+                f"attach() takes a trainer and callback instances, not {name}",
+                mend=f"attach(trainer, {name}(...))" if own else mend,
             )
     if not hasattr(trainer, "callback_handler"):
         raise ConfigurationError(

@@ -49,6 +49,12 @@ def test_a_model_as_it_should_be_has_nothing_to_say():
     [
         ({"tied_wanted": True, "tied": False}, "untied_weights", "problem", "two tensors"),
         ({"layers_checkpointed_twice": 64}, "checkpointed_twice", "problem", "64 layers"),
+        (
+            {"layers_checkpointed_twice": 2, "sharding_asked": False},
+            "checkpointed_twice",
+            "problem",
+            "the Trainer's and a wrapper's",
+        ),
         ({"groups": ()}, "not_sharded", "warning", "each of 4 ranks holds all of it"),
         ({"accumulation_steps": 8}, "kept_gradients", "warning", "2 GiB a rank instead of 512 MiB"),
         ({"train_slots": 8192, "eval_slots": 65536}, "large_evaluation", "warning", "65,536 positions"),

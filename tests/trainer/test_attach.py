@@ -70,12 +70,21 @@ def test_an_observer_gets_a_marker_behind_everything(tmp_path):
     assert last.observer is callback
 
 
-@pytest.mark.parametrize("wrong", [ThroughputCallback, "throughput", None])
-def test_something_else_than_a_callback_is_refused_before_anything_is_changed(tmp_path, wrong):
+@pytest.mark.parametrize(
+    ("wrong", "mend"),
+    [
+        (ThroughputCallback, "attach(trainer, ThroughputCallback(...))"),
+        ([ThroughputCallback()], "attach(trainer, *callbacks)"),
+        ("throughput", "attach(trainer, ThroughputCallback())"),
+    ],
+    ids=["class", "list", "text"],
+)
+def test_something_else_than_a_callback_is_refused_before_anything_is_changed(tmp_path, wrong, mend):
     trainer = make_trainer(tmp_path)
     before = names(trainer)
-    with pytest.raises(ConfigurationError, match="callback instances"):
+    with pytest.raises(ConfigurationError, match="callback instances") as refused:
         attach(trainer, First(), wrong)
+    assert refused.value.mend == mend
     assert names(trainer) == before
     with pytest.raises(ConfigurationError, match="a transformers Trainer first, not a NoneType"):
         attach(None, ThroughputCallback())

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset, IterableDataset
+from transformers.training_args import ParallelMode
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.trainer.data.answer_rows import require_answers, training_template
@@ -41,13 +42,20 @@ def check_rows(
     Raises:
         DatasetError: see `check_dataset`, `refuse_null_contents` and `TemplateChecks`.
         ConfigurationError: images in rows that documents share, a template that is not there, a token of the settings
-            that the tokenizer does not know, documents that share rows where one process drives several GPUs.
+            that the tokenizer does not know, documents that share rows where one process drives several GPUs, FSDP
+            without a launcher.
     """
     named = list(named)
     if args.n_gpu > 1 and (args.packing or args.padding_free):
         raise ConfigurationError(
             f"one process drives {args.n_gpu} GPUs (DataParallel), which cuts a row's boundaries and targets in parts",
             mend=f"accelerate launch --num_processes {args.n_gpu} SCRIPT, or CUDA_VISIBLE_DEVICES=0 for one GPU",
+        )
+    if args.fsdp and args.parallel_mode is not ParallelMode.DISTRIBUTED:
+        raise ConfigurationError(
+            "fsdp is on, and no launcher has started this process: FSDP shards a model over several",
+            mend="accelerate launch --num_processes N SCRIPT, with the number of GPUs for N",
+            regardless="fsdp=False trains on one GPU",
         )
     _refuse_missing_template_file(args.chat_template_path)
     if args.packing or args.padding_free:

@@ -269,5 +269,9 @@ def test_v09_rows_that_dataparallel_would_cut_are_refused(tmp_path, changes):
     args = SpeedSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **changes)
     args._n_gpu = 2
     shared = "packing" not in changes or "padding_free" in changes
+    rows = [("train", Dataset.from_dict({"text": ["a"]}))]
     with pytest.raises(ConfigurationError, match="launch --num_processes 2") if shared else nullcontext():
-        check_rows([("train", Dataset.from_dict({"text": ["a"]}))], args)
+        check_rows(rows, args)
+    args._n_gpu, args.fsdp = 1, True
+    with pytest.raises(ConfigurationError, match="no launcher has started this process"):
+        check_rows(rows, args)
