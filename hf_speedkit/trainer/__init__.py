@@ -6,7 +6,7 @@ The modules here are those that a script imports; what they are made of lies in 
   number_rules, precision_rules, setting_names
 - what a job calls before its model is loaded: broken_installs, hardware, installed_versions, job_settings,
   hub_access, launching, machine, trackers, optional_packages, output, adapters, before_loading
-- what it loads: dataset_source, weights
+- what it loads: dataset_source, weights, whole_weights
 - where its numbers go: sinks, summary
 - benches: benchmark, bench_child
 - rooms: data, checkpoints, proof, step, metrics, memory, sharded, ranks

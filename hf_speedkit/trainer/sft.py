@@ -29,12 +29,7 @@ from hf_speedkit.trainer.checkpoints.safe import SafeCheckpoints
 from hf_speedkit.trainer.config import settled_config
 from hf_speedkit.trainer.data.answer_rows import as_messages
 from hf_speedkit.trainer.data.before_weights import check_rows
-from hf_speedkit.trainer.data.inputs import (
-    check_packing_request,
-    check_pad_token,
-    embedding_rows,
-    named_datasets,
-)
+from hf_speedkit.trainer.data.inputs import check_packing_request, check_pad_token, embedding_rows, named_datasets
 from hf_speedkit.trainer.data.positions import longest_padding, refuse_chunks
 from hf_speedkit.trainer.data.preparation import PreparedDatasets
 from hf_speedkit.trainer.kernel_callback import activation_dtype
@@ -54,6 +49,7 @@ from hf_speedkit.trainer.step.packed_layers import packed_layers, padded_attenti
 from hf_speedkit.trainer.step.updates import FastUpdates
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback
 from hf_speedkit.trainer.trace_callback import TraceCallback
+from hf_speedkit.trainer.whole_weights import checked_loading
 
 logger = logging.getLogger(__name__)
 
@@ -113,23 +109,24 @@ class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
         require_kernels(model, args)
         if not loaded:  # before anything is loaded
             require_memory(model, args, peft_config=peft_config, weight_bits=bits_of(quantization_config))
-        super().__init__(
-            model=model,
-            args=args,
-            data_collator=data_collator,
-            train_dataset=as_messages(train_dataset, args, formatting_func),
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            compute_loss_func=compute_loss_func,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            formatting_func=formatting_func,
-        )
+        with checked_loading():
+            super().__init__(
+                model=model,
+                args=args,
+                data_collator=data_collator,
+                train_dataset=as_messages(train_dataset, args, formatting_func),
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                compute_loss_func=compute_loss_func,
+                compute_metrics=compute_metrics,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+                preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                formatting_func=formatting_func,
+            )
         self.check_prepared()
         if self.packing_active or max(args.per_device_train_batch_size, args.per_device_eval_batch_size) > 1:
             check_pad_token(self._tokenizer.pad_token_id, self.model)

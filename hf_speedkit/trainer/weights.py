@@ -12,16 +12,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 
 from hf_speedkit.core.errors import ConfigurationError, SpeedkitError
 from hf_speedkit.trainer.ranks.agreement import agree, runs_alone
+from hf_speedkit.trainer.whole_weights import MODEL_SOURCE, reading_weights, refuse_missing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MODEL_SOURCE = "model_name_or_path: the id of a model on the Hub, or a folder with config, weights and tokenizer"
 _SHARE_BEFORE_SHARDING = 0.6
 """Drawn weights stay on the device up to this share of its free memory where a shard of them is made beside them."""
 
@@ -87,7 +85,7 @@ def load_tokenizer(model_args: ModelConfig) -> Any:
         raise ConfigurationError(
             f"no tokenizer can be loaded from {source!r}",
             evidence=tuple(line for line in str(error).splitlines() if line.strip()),
-            mend=_MODEL_SOURCE,
+            mend=MODEL_SOURCE,
         ) from error
 
 
@@ -187,7 +185,7 @@ def _model(model_args: ModelConfig, args: TrainingArguments, random_weights: boo
     if not (random_weights or receives):
         quantization = get_quantization_config(model_args)
         placed = {} if quantization is None else {"quantization_config": quantization, "device_map": {"": args.device}}
-        try:
+        with reading_weights(str(name)):
             model, found = AutoModelForCausalLM.from_pretrained(
                 name,
                 revision=revision,
@@ -196,17 +194,7 @@ def _model(model_args: ModelConfig, args: TrainingArguments, random_weights: boo
                 output_loading_info=True,
                 **placed,
             )
-        except (SafetensorError, RuntimeError) as error:  # cut short, a Git LFS pointer, or of other sizes
-            if isinstance(error, RuntimeError) and "mismatched" not in str(error):
-                raise
-            raise _broken_weights(str(name), error) from error
-        except OSError as error:  # no such repository or file, no way to the Hub, no access
-            raise ConfigurationError(
-                f"no model can be loaded from {name!r}",
-                evidence=tuple(line for line in str(error).splitlines() if line.strip()),
-                mend=_MODEL_SOURCE,
-            ) from error
-        _refuse_missing(str(name), model, found)
+        refuse_missing(str(name), model, found)
         loaded: PreTrainedModel = model
         return loaded
     config = AutoConfig.from_pretrained(name, revision=revision)
@@ -221,32 +209,6 @@ def _model(model_args: ModelConfig, args: TrainingArguments, random_weights: boo
         attn_implementation=attention,
         largest_share=_SHARE_BEFORE_SHARDING if _are_sent(args) else 1.0,
     )
-
-
-def _broken_weights(name: str, error: Exception) -> ConfigurationError:
-    again = "git lfs pull, or copy the files again" if Path(name).exists() else f"hf download {name} --force-download"
-    return ConfigurationError(
-        f"the weights of {name!r} cannot be read",
-        evidence=tuple(line for line in str(error).splitlines() if line.strip())[:5],
-        mend=f"{again}; where sizes differ, the config.json of these weights",
-    )
-
-
-def _refuse_missing(name: str, model: Any, found: Mapping[str, Any]) -> None:
-    """The loader draws what a checkpoint lacks and says so in a table; trained, it is a model with random layers."""
-    own = {key for key, _ in model.named_parameters()}
-    missing = sorted(key for key in found["missing_keys"] if key in own)
-    if missing:
-        raise ConfigurationError(
-            f"the checkpoint {name!r} lacks {len(missing)} of the model's {len(own)} weights",
-            evidence=(f"the first: {', '.join(missing[:3])}", "they would be drawn at random"),
-            mend="the config.json and all files of these weights; new weights on purpose: load the model with "
-            "transformers, save_pretrained() it, and name that folder",
-        )
-    left = sorted(key for key in found["unexpected_keys"] if re.search(r"\blayers\.\d+\.", key))
-    if left:  # layers for predicting further tokens are left out by design, by name or by number
-        logger.warning("%s: %d weights of layers that the model's config does not have are left out, the first: %s",
-                       name, len(left), left[0])  # fmt: skip
 
 
 def _dtype(name: str | None, config: PreTrainedConfig) -> torch.dtype:

@@ -71,7 +71,7 @@ def test_v50_a_trainer_given_a_model_refuses_before_it_tokenizes(tmp_path):
 
 @pytest.mark.parametrize("mode", ["auto", "warn", "off"])
 def test_in_the_other_modes_the_weights_are_what_is_missing(folder, tmp_path, mode, caplog):
-    with pytest.raises(OSError, match="no file named"):
+    with pytest.raises(ConfigurationError, match="no file named"):
         SpeedSFTTrainer(
             model=folder, args=settings(tmp_path, kernel_assertion=mode), train_dataset=tokenized([9, 4, 17])
         )

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support import tiny_hybrid, tiny_llama
+from support import tiny_hybrid, tiny_llama, tiny_tokenizer, tokenized
 from transformers import AutoModelForCausalLM
 from trl import ModelConfig
+from trl.trainer import sft_trainer
 
-from hf_speedkit import SpeedSFTConfig
+from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
 from hf_speedkit.core.errors import ConfigurationError, SpeedkitError
 from hf_speedkit.trainer import weights
 from hf_speedkit.trainer.weights import empty_model, load_model, random_model, receives_weights
@@ -156,6 +157,16 @@ def configured(**values):
     return change
 
 
+def by_recipe(folder):
+    load_model(ModelConfig(model_name_or_path=str(folder)), settings(folder), receives=False)
+
+
+def by_trainer(folder):
+    given = {"train_dataset": tokenized([9, 5]), "processing_class": tiny_tokenizer()}
+    trainer = SpeedSFTTrainer(model=str(folder), args=settings(folder / "run"), **given)
+    assert trainer.model.device.type == "cpu"
+
+
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
@@ -166,11 +177,15 @@ def configured(**values):
     ],
     ids=["cut short", "lfs pointer", "other sizes", "a layer missing"],
 )
-def test_weights_that_are_damaged_or_not_all_there_are_refused_before_they_are_trained(tmp_path, damage, told):
+@pytest.mark.parametrize("loads", [by_recipe, by_trainer])
+def test_weights_that_are_damaged_or_not_all_there_are_refused_before_they_are_trained(tmp_path, loads, damage, told):
     tiny_llama().save_pretrained(tmp_path)
+    own = sft_trainer.create_model_from_path
+    loads(tmp_path)
     damage(tmp_path)
     with pytest.raises(ConfigurationError, match=told):
-        load_model(ModelConfig(model_name_or_path=str(tmp_path)), settings(tmp_path), receives=False)
+        loads(tmp_path)
+    assert sft_trainer.create_model_from_path is own
 
 
 def test_layers_that_the_config_leaves_out_are_said(tmp_path, caplog):
