@@ -13,7 +13,7 @@ from support import tiny_hybrid, tiny_tokenizer, tokenized
 from transformers import AutoConfig, Qwen3_5TextConfig
 
 from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
-from hf_speedkit.core.errors import KernelAssertionError, PackingError
+from hf_speedkit.core.errors import ConfigurationError, KernelAssertionError, PackingError
 from hf_speedkit.kernels.skeleton import probe_config
 from hf_speedkit.trainer.before_loading import require_kernels
 
