@@ -77,6 +77,10 @@ def bench(
             for one in contestants
         ]
         todo = [one for one in jobs if not (resume and holds_result(one.out))]
+        names = {one.name for one in todo}
+        # The first is about to run and says it itself; a misspelt setting of another one would cost that run first.
+        others = [_job(one, job, 0, launch, out, Path(work), steps) for one in contestants[1:] if one.name in names]
+        _rehearse(others)
         for one in todo:
             one.out.unlink(missing_ok=True)
         outcomes = run_jobs(todo, budget_s=budget_seconds, say=lambda line: typer.echo(line, err=True))
@@ -123,12 +127,22 @@ def _contestants(configs: Sequence[Path], vary: Sequence[str]) -> list[Contestan
     return found
 
 
-def _job(one: Contestant, script: Path, repetition: int, launch: str, out: Path, work: Path, steps: int) -> Job:
-    from hf_speedkit.core.bench_records import plain_name
-    from hf_speedkit.measure.interleaved import Job
+def _settings(config: Path, options: Sequence[str]) -> dict[str, object]:
+    from hf_speedkit.core.errors import SpeedkitError
     from hf_speedkit.trainer.job_settings import settings
 
-    name = f"{plain_name(one.name)}_rep{repetition}"
+    try:
+        return settings(config, options)
+    except SpeedkitError as error:
+        raise typer.BadParameter(str(error), param_hint="SETTINGS") from error
+
+
+def _job(one: Contestant, script: Path, repetition: int, launch: str, out: Path, work: Path, steps: int) -> Job:
+    """One run; of repetition 0 the settings alone are parsed."""
+    from hf_speedkit.core.bench_records import plain_name
+    from hf_speedkit.measure.interleaved import Job
+
+    name = f"{plain_name(one.name)}_{f'rep{repetition}' if repetition else 'settings'}"
     options = [word for key, value in one.changed.items() for word in (f"--{key}", value)]
     task = {
         "result": str((out / f"{name}.json").resolve()),
@@ -136,14 +150,29 @@ def _job(one: Contestant, script: Path, repetition: int, launch: str, out: Path,
         "name": one.name,
         "workload": script.stem,
         "repetition": repetition,
-        "settings": settings(one.config, options),
+        "settings": _settings(one.config, options),
         # The first run says where the launches and the device's time go; a traced step enters no rate.
         "trace_step": steps - 2 if repetition == 1 and steps >= _TRACED_FROM_STEPS else None,
+        "rehearse": not repetition,
     }
     start = [*shlex.split(launch), "-m"] if launch else [sys.executable, "-m"]
     command = [*start, "hf_speedkit.trainer.bench_child", json.dumps(task, default=str), str(script)]
     command += ["--config", str(one.config), *options, "--output_dir", str(work / name)]
     return Job(name=one.name, command=tuple(command), out=out / f"{name}.json", expected_s=0.0)
+
+
+def _rehearse(jobs: Sequence[Job]) -> None:
+    """Let jobs parse their settings, before anything is measured; what one of them refuses ends the bench."""
+    from hf_speedkit.measure.interleaved import run_jobs
+
+    outcomes = run_jobs(jobs, say=lambda _: None)
+    for outcome in outcomes:
+        outcome.job.out.unlink(missing_ok=True)
+        if outcome.failure is not None:
+            typer.echo(f"{outcome.job.name}: its settings are not taken, and nothing was measured: {outcome.failure}",
+                       err=True)  # fmt: skip
+    if any(outcome.failure is not None for outcome in outcomes):
+        raise typer.Exit(SUBJECT_IS_BAD)
 
 
 def _text(results: Sequence[BenchResult], out: Path) -> str:

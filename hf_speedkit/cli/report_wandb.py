@@ -111,8 +111,9 @@ def _packages() -> tuple[Any, Any]:
 
 
 def _require_a_connection() -> None:
-    from hf_speedkit.trainer.trackers import WITHOUT_SERVER, wandb_mode, wandb_problem
+    from hf_speedkit.trainer.trackers import WITHOUT_SERVER, require_tracker_names, wandb_mode, wandb_problem
 
+    require_tracker_names("wandb")
     problem = wandb_problem()
     if problem is not None:
         raise ConfigurationError(f"wandb cannot start: {problem[0]}", evidence=problem[1:], mend="wandb login")

@@ -19,6 +19,7 @@ from hf_speedkit.trainer.optional_packages import require_attention, require_pac
 from hf_speedkit.trainer.output import require_output_dir
 from hf_speedkit.trainer.precision_rules import refuse_half_weights
 from hf_speedkit.trainer.ranks.agreement import agree
+from hf_speedkit.trainer.trackers import require_tracker_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,16 +41,19 @@ def require_parts(args: SpeedSFTConfig, eval_dataset: object = None) -> None:
     """Refuse a job whose settings name what is not there: a package, a folder to write to, an evaluation set.
 
     Raises:
-        ConfigurationError: see `require_packages` and `require_output_dir`; an `eval_strategy` without rows.
+        ConfigurationError: see `require_packages`, `require_tracker_names` and `require_output_dir`; an evaluation
+            without rows.
     """
     require_packages(args)
+    require_tracker_names(args.report_to)
     require_output_dir(args.output_dir)
     if args.push_to_hub:
         require_login(args.hub_token)
     strategy = word_of(args.eval_strategy)
-    if strategy != "no" and eval_dataset is None:
+    if (strategy != "no" or args.eval_on_start) and eval_dataset is None:
+        asked = f"eval_strategy={strategy!r}" if strategy != "no" else "eval_on_start=True"
         raise ConfigurationError(
-            f"eval_strategy={strategy!r}, and there is no eval_dataset",
+            f"{asked}, and there is no eval_dataset",
             mend='eval_dataset=..., for example of dataset.train_test_split(test_size=0.01), or eval_strategy="no"',
         )
 

@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer
+from transformers import HfArgumentParser, PreTrainedModel, Trainer
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+from trl import TrlParser
 
 from hf_speedkit.core.bench_records import as_text
 from hf_speedkit.trainer.attach import attach
@@ -41,6 +42,7 @@ class BenchTask:
         steps: optimizer steps.
         name, workload, repetition, settings: see `BenchResult`.
         trace_step: optimizer step to trace; None for none.
+        rehearse: run the script no further than its settings are taken, and write an empty result.
     """
 
     result: str
@@ -50,6 +52,7 @@ class BenchTask:
     repetition: int = 1
     settings: Mapping[str, object] = field(default_factory=dict)
     trace_step: int | None = None
+    rehearse: bool = False
 
 
 def bounded(task: BenchTask, train: Callable[..., object]) -> Callable[..., object]:
@@ -86,10 +89,39 @@ def prepare(trainer: Any, task: BenchTask) -> None:
     args.report_to = []
 
 
+def stop_when_settings_are_taken(task: BenchTask) -> None:
+    """End this process well as soon as the script's settings have been parsed, or where it goes on to load or train.
+
+    What parsers refuse is refused here as it would be in the run: unknown names, and values that a config rejects.
+    """
+
+    def ended(*_: object, **__: object) -> None:
+        Path(task.result).write_text("{}", encoding="utf-8")
+        raise SystemExit(0)
+
+    def parsed(parse: Callable[..., object], *, of_trl: bool) -> Callable[..., object]:
+        def parse_and_end(parser: Any, *args: object, **more: object) -> object:
+            result = parse(parser, *args, **more)
+            # TRL's own parser calls the other one, and looks at unknown names behind it.
+            if of_trl or not isinstance(parser, TrlParser):
+                ended()
+            return result
+
+        return parse_and_end
+
+    HfArgumentParser.parse_args_into_dataclasses = parsed(HfArgumentParser.parse_args_into_dataclasses, of_trl=False)
+    TrlParser.parse_args_and_config = parsed(TrlParser.parse_args_and_config, of_trl=True)
+    PreTrainedModel.from_pretrained = ended
+    Trainer.train = ended
+
+
 def main(argv: list[str]) -> int:
     """Run the script; see the module."""
     task, script = BenchTask(**json.loads(argv[0])), argv[1]
-    Trainer.train = bounded(task, Trainer.train)
+    if task.rehearse:
+        stop_when_settings_are_taken(task)
+    else:
+        Trainer.train = bounded(task, Trainer.train)
     sys.argv = argv[1:]
     # As `python script.py` does: modules beside the script can be imported.
     sys.path.insert(0, str(Path(script).resolve().parent))

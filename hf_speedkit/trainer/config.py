@@ -19,7 +19,7 @@ from hf_speedkit.trainer.config_rules import (
     TRL_STRATEGIES,
     VERIFICATIONS,
     check_choices,
-    check_switches,
+    check_given,
     refuse_without_packing,
     say_what_is_idle,
     settle_packing,
@@ -27,13 +27,12 @@ from hf_speedkit.trainer.config_rules import (
 from hf_speedkit.trainer.launching import (
     refuse_lost_fp8,
     refuse_optimizer,
+    take_launchers_compilation,
     take_launchers_precision,
     warn_of_first_fsdp,
 )
-from hf_speedkit.trainer.number_rules import check_numbers
-from hf_speedkit.trainer.optional_packages import require_deepspeed
-from hf_speedkit.trainer.precision_rules import check_precision, require_accelerator
-from hf_speedkit.trainer.setting_names import check_words, refuse_unknown_settings
+from hf_speedkit.trainer.precision_rules import check_precision
+from hf_speedkit.trainer.setting_names import refuse_unknown_settings
 
 
 @dataclass
@@ -272,14 +271,11 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         if isinstance(settings.fsdp, str) and settings.fsdp.lower() in ("true", "false"):
             settings.fsdp = settings.fsdp.lower() == "true"
         asked = os.environ.get("ACCELERATE_MIXED_PRECISION")
-        check_words(self)
-        check_switches(self)
-        check_numbers(self)
-        require_deepspeed(self)
-        require_accelerator(self)
+        check_given(self)
         super().__post_init__()
         refuse_lost_fp8(asked, self.mixed_precision)
         take_launchers_precision(self)
+        take_launchers_compilation(self)
         check_precision(self)
         fsdp_version = 0 if self.use_cpu else (self.fsdp_plugin_args or {}).get("fsdp_version")
         refuse_optimizer(self.optim, fsdp_version)

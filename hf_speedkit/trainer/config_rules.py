@@ -11,9 +11,14 @@ from typing import Any
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.kernels.fused_layers import PARTS
-from hf_speedkit.trainer.hardware import is_on
+from hf_speedkit.trainer.combination_rules import check_combinations
+from hf_speedkit.trainer.hardware import is_on, word_of
+from hf_speedkit.trainer.launcher_rules import check_fsdp_config, check_launcher
 from hf_speedkit.trainer.launching import refuse_split_rows
-from hf_speedkit.trainer.number_rules import number, whole
+from hf_speedkit.trainer.number_rules import check_numbers, number, whole
+from hf_speedkit.trainer.optional_packages import require_deepspeed
+from hf_speedkit.trainer.precision_rules import require_accelerator
+from hf_speedkit.trainer.setting_names import check_words
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +80,28 @@ _VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "a list of optimizer steps, [20] for example",
     ),
 )
+
+
+def check_given(config: Any) -> None:
+    """Refuse what transformers, TRL and accelerate would refuse later in their own terms, or take without a word.
+
+    Args:
+        config: a SpeedSFTConfig as its user gave it, before transformers looks at it.
+
+    Raises:
+        ConfigurationError, HardwareError: with the setting, or the launcher's variable, to change.
+    """
+    for check in (
+        check_words,
+        check_switches,
+        check_numbers,
+        check_combinations,
+        check_launcher,
+        check_fsdp_config,
+        require_deepspeed,
+        require_accelerator,
+    ):
+        check(config)
 
 
 def check_switches(config: Any) -> None:
@@ -142,6 +169,8 @@ def check_choices(config: Any) -> None:
 
 # Settings that do nothing where a switch is off.
 _NEEDS_PACKING = ("tokens_per_batch", "cost_window_steps", "overlong", "packing_strategy", "packed_attention")
+_NEEDS_EVALUATION = ("do_eval", "eval_steps", "eval_delay", "metric_for_best_model")
+_NEEDS_HUB = ("hub_model_id", "hub_strategy", "hub_private_repo", "hub_revision")
 _NEEDS_LAYERS = (
     "activation_checkpointing_layers",
     "activation_checkpointing_keep",
@@ -154,13 +183,19 @@ def say_what_is_idle(config: Any) -> None:
     if config.local_process_index != 0:
         return
     sharded = bool(config.fsdp) or is_on(os.environ.get("ACCELERATE_USE_FSDP"))
-    recomputed = config.activation_checkpointing or (config.fsdp_config or {}).get("activation_checkpointing")
+    inside = config.fsdp_config if isinstance(config.fsdp_config, dict) else {}
+    recomputed = config.activation_checkpointing or inside.get("activation_checkpointing")
+    evaluates = word_of(config.eval_strategy) != "no"
     for on, switch, names in (
         (config.packing, "packing=True", _NEEDS_PACKING),
         (config.throughput, "throughput=True", ("peak_tflops",)),
         (config.fused_layers, "fused_layers=True", ("fused_layers_exclude",)),
         (recomputed, "activation_checkpointing=True", _NEEDS_LAYERS),
         (sharded, "fsdp=True", ("fsdp_prefetch_layers",)),
+        # Beside a launcher's FSDP too: its own settings count then.
+        (config.fsdp, "fsdp=True", ("fsdp_config",)),
+        (evaluates, 'eval_strategy="steps"', _NEEDS_EVALUATION),
+        (config.push_to_hub, "push_to_hub=True", _NEEDS_HUB),
     ):
         idle = [] if on else [name for name in names if not _is_default(config, name)]
         if idle:

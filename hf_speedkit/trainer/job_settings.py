@@ -47,11 +47,13 @@ def settings(config: Path, argv: Sequence[str]) -> dict[str, Any]:
     """The YAML file's settings with those of the command line on top, as plain values.
 
     Raises:
-        ConfigurationError: the file holds something else than `key: value` lines.
+        ConfigurationError: the file holds something else than `key: value` lines, or one key twice.
     """
     values: object
     try:
-        values = yaml.safe_load(config.read_text(encoding="utf-8"))
+        text = config.read_text(encoding="utf-8")
+        _refuse_doubled(yaml.compose(text, Loader=yaml.SafeLoader), config)
+        values = yaml.safe_load(text)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         values = error
     if not isinstance(values, dict):
@@ -63,11 +65,29 @@ def settings(config: Path, argv: Sequence[str]) -> dict[str, Any]:
     return values | {name: _plain(value) for name, value in options(argv)}
 
 
+def _refuse_doubled(node: yaml.Node | None, config: Path) -> None:
+    """Refuse a key that stands twice in one mapping: of YAML's readers this one takes the last, without a word."""
+    lines: dict[str, int] = {}
+    pairs = node.value if isinstance(node, yaml.MappingNode) else []
+    for key, _ in pairs:
+        line = key.start_mark.line + 1
+        if str(key.value) in lines:
+            raise ConfigurationError(
+                f"{key.value} stands twice in {str(config)!r}, in lines {lines[key.value]} and {line}",
+                evidence=("the last one alone would count",),
+                mend="leave one of them out",
+            )
+        lines[str(key.value)] = line
+    inner = node.value if isinstance(node, yaml.SequenceNode) else [value for _, value in pairs]
+    for one in inner:
+        _refuse_doubled(one, config)
+
+
 def require_named(job: Mapping[str, Any]) -> None:
     """Refuse a job whose model or data are not named, or lie at a path where there is nothing.
 
     Args:
-        job: see `settings`. Read here: `tiny_chat` (needs neither), `model_name_or_path`, `dataset_name`,
+        job: see `settings`. Read here: `tiny_chat` (takes neither), `model_name_or_path`, `dataset_name`,
             `eval_strategy` (the recipe has no evaluation set, which transformers says after the model is loaded).
 
     Raises:
@@ -79,6 +99,12 @@ def require_named(job: Mapping[str, Any]) -> None:
             mend="leave eval_strategy out, or give SpeedSFTTrainer an eval_dataset in a copy of the recipe",
         )
     if is_on(job.get("tiny_chat")):
+        idle = [name for name in ("model_name_or_path", "dataset_name") if job.get(name)]
+        if idle:
+            raise ConfigurationError(
+                f"tiny_chat: true brings a model and data of its own, and {' and '.join(idle)} would not be read",
+                mend="set tiny_chat: false, and name both model_name_or_path and dataset_name",
+            )
         return
     for name, example in (("model_name_or_path", "Qwen/Qwen3.8-27B"), ("dataset_name", "HuggingFaceH4/ultrachat_200k")):
         value = str(job.get(name) or "")

@@ -133,6 +133,29 @@ def take_launchers_precision(args: Any) -> None:
     )  # fmt: skip
 
 
+def take_launchers_compilation(args: Any, environment: Mapping[str, str] | None = None) -> None:
+    """Say torch.compile that the launcher alone asks for in the settings as well, where hooks and proofs look.
+
+    transformers 5.23 leaves its own plugin's backend to accelerate (trainer.py:795), which takes the launcher's: the
+    model is compiled while the settings say torch_compile=False.
+
+    Args:
+        args: TrainingArguments, made; `torch_compile` and its backend of it are set.
+        environment: os.environ unless given.
+    """
+    environment = os.environ if environment is None else environment
+    backend = environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    if backend == "no" or args.torch_compile:
+        return
+    args.torch_compile, args.torch_compile_backend = True, backend
+    if args.local_process_index == 0:
+        logger.warning(
+            "the launcher asks for torch.compile (ACCELERATE_DYNAMO_BACKEND=%s), so it is on although the settings say "
+            "torch_compile=False; nothing compiled is measured here. To turn it off: accelerate launch "
+            "--dynamo_backend no, or unset ACCELERATE_DYNAMO_BACKEND", backend,
+        )  # fmt: skip
+
+
 def refuse_optimizer(optim: object, fsdp_version: object, environment: Mapping[str, str] | None = None) -> None:
     """Refuse an optimizer that cannot update what FSDP2 shards, before a model is loaded for it.
 

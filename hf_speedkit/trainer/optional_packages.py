@@ -6,7 +6,8 @@ tokenized.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -14,7 +15,7 @@ from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.core.records import KernelVerdict
 from hf_speedkit.kernels.flash_packages import FLASH_PACKAGES, judge_flash
 from hf_speedkit.kernels.imports import is_installed
-from hf_speedkit.trainer.hardware import word_of
+from hf_speedkit.trainer.hardware import is_on, word_of
 from hf_speedkit.trainer.setting_names import nearest
 from hf_speedkit.trainer.trackers import require_tracker_packages
 
@@ -41,7 +42,7 @@ def require_packages(args: Any) -> None:
     """Refuse settings whose package is not installed.
 
     Args:
-        args: TrainingArguments, made. Read here: `report_to`, `optim`, `use_liger_kernel`.
+        args: TrainingArguments, made. Read here: `report_to`, `optim`, `use_liger_kernel`, `mixed_precision`.
 
     Raises:
         ConfigurationError: with the pip command, and the way on without.
@@ -64,6 +65,9 @@ def _needed(args: Any) -> Iterator[tuple[str, str, str, str]]:
     if args.use_liger_kernel:
         without = "use_liger_kernel=False: fused layers are put in place by fused_layers=True, on by default"
         yield "use_liger_kernel is on", "liger_kernel", "liger-kernel", without
+    if args.mixed_precision == "fp8" and not any(map(is_installed, ("torchao", "msamp"))):  # accelerate 1.15 takes any
+        without = "accelerate launch --mixed_precision bf16"
+        yield "the launcher asks for fp8", "transformer_engine", "transformer-engine[pytorch]", without
 
 
 def require_attention(name: object) -> None:
@@ -101,20 +105,27 @@ def require_attention(name: object) -> None:
         )
 
 
-def require_deepspeed(config: Any) -> None:
+def require_deepspeed(config: Any, environment: Mapping[str, str] | None = None) -> None:
     """Refuse a DeepSpeed job without DeepSpeed; call it before transformers looks at the settings.
+
+    Args:
+        config: a SpeedSFTConfig as its user gave it.
+        environment: os.environ unless given; a launcher asks for DeepSpeed there.
 
     Raises:
         ConfigurationError: with the pip command, and what does the same here.
     """
-    if not config.deepspeed:
+    environment = os.environ if environment is None else environment
+    launched = is_on(environment.get("ACCELERATE_USE_DEEPSPEED"))
+    if not config.deepspeed and not launched:
         return
+    asked = "deepspeed is set" if config.deepspeed else "ACCELERATE_USE_DEEPSPEED is set, by the launcher or a shell"
     try:
         metadata.version("deepspeed")
     except metadata.PackageNotFoundError as error:
         raise ConfigurationError(
-            "deepspeed is set, and the package 'deepspeed' is not installed",
-            mend="pip install deepspeed",
+            f"{asked}, and the package 'deepspeed' is not installed",
+            mend="pip install deepspeed" + ("" if config.deepspeed else ", or unset ACCELERATE_USE_DEEPSPEED"),
             regardless="fsdp: true with fsdp_config: {version: 2} shards as ZeRO 3 does, and is what is checked and "
             "measured here",
         ) from error

@@ -30,9 +30,11 @@ def require_trackers(settings: Mapping[str, object]) -> None:
 
     Raises:
         ConfigurationError: a name that transformers does not know, a package that is not installed, or a wandb that
-            could not start: without a key while it is online, with one that is none, in a mode that there is not.
+            could not start: with a variable that it cannot take, without a key while it is online, with one that is
+            none.
     """
     require_tracker_packages(settings.get("report_to"))
+    require_tracker_names(settings.get("report_to"))
     _require_wandb_login(settings.get("report_to"))
 
 
@@ -61,11 +63,57 @@ def require_tracker_packages(report_to: object) -> None:
             )
 
 
+def require_tracker_names(report_to: object) -> None:
+    """Refuse variables that wandb cannot take: a project "team/job", a mode "offlin".
+
+    On world rank 0, the only one that talks to wandb. Costs its import, 1.5 s, where it is reported to.
+
+    Args:
+        report_to: a name, a list of names or a comma-separated list.
+
+    Raises:
+        ConfigurationError: the variables, and what wandb says of them.
+    """
+    if not _asks_wandb(report_to):
+        return
+    given = {name: value for name, value in os.environ.items() if name.startswith("WANDB_")}
+    wrong = {name: said for name, value in given.items() if (said := _objection({name: value})) is not None}
+    if "/" in (entity := given.get("WANDB_ENTITY", "")):  # wandb's server says so: a run is made, and then lost
+        wrong["WANDB_ENTITY"] = f"{entity!r} is no name of a user or a team"
+    if not wrong and (said := _objection(given)) is not None:
+        wrong = {"WANDB_*": said}  # together, or a settings file that `wandb offline` has written
+    if wrong:
+        left, slash, right = (entity if "/" in entity else given.get("WANDB_PROJECT", "")).partition("/")
+        both = f"WANDB_ENTITY={left} WANDB_PROJECT={right}; " if slash else ""
+        raise ConfigurationError(
+            f"wandb cannot start: it does not take {', '.join(wrong)}",
+            evidence=tuple(f"{name}: {said}" for name, said in wrong.items()),
+            mend=f"{both}correct or unset {' '.join(wrong)}",
+            regardless="--report_to none: the step log in output_dir is written all the same",
+        )
+
+
+def _asks_wandb(report_to: object) -> bool:
+    named = _listed(report_to)
+    asked = "wandb" in named or ("all" in named and is_installed("wandb"))
+    return asked and os.environ.get("RANK", "0") == "0"
+
+
+def _objection(environment: Mapping[str, str]) -> str | None:
+    """What wandb says against variables; pydantic's error is a ValueError, its own is not."""
+    from wandb.errors import Error
+
+    try:
+        _wandb_settings(environment)
+    except (ValueError, Error) as error:
+        return " ".join(str(error).split())[:200]
+    return None
+
+
 def _require_wandb_login(report_to: object) -> None:
     """On world rank 0, the only one that talks to wandb: other nodes need no key."""
     named = _listed(report_to)
-    asked = "wandb" in named or ("all" in named and is_installed("wandb"))
-    problem = wandb_problem() if asked and os.environ.get("RANK", "0") == "0" else None
+    problem = wandb_problem() if _asks_wandb(report_to) else None
     if problem is not None:
         raise ConfigurationError(
             f"report_to is {'wandb' if 'wandb' in named else 'all'!r}, and wandb cannot start: {problem[0]}",
@@ -92,15 +140,14 @@ def wandb_mode() -> str:
 def wandb_problem() -> tuple[str, ...] | None:
     """Why `wandb.init` would raise or ask: a sentence and what was looked at; None where it will start.
 
+    What it is told in the environment has been judged by `require_tracker_names`.
+
     Asks wandb itself, whose server, files and order of looking for a key change between versions. Costs its import,
     1.5 s, which a job that reports to it pays anyway. Contacts nobody.
 
     Private to wandb 0.31: `wandb.sdk.lib.wbauth`; tests/trainer/test_trackers.py fails when it changes.
     """
-    try:
-        settings = _wandb_settings()
-    except ValueError as error:  # a mode that there is not: pydantic's error is one
-        return "its settings are not valid", " ".join(str(error).split())[:200]
+    settings = _wandb_settings()
     if settings.mode in WITHOUT_SERVER:
         return None
     from wandb.errors import AuthenticationError
@@ -119,11 +166,15 @@ def wandb_problem() -> tuple[str, ...] | None:
     return "it is not logged in on this machine", looked, *([ignored] if "WANDB_DISABLED" in os.environ else [])
 
 
-def _wandb_settings() -> Any:
-    """What `wandb.init` would take, without starting or keeping anything (`wandb.setup` would keep it)."""
+def _wandb_settings(environment: Mapping[str, str] | None = None) -> Any:
+    """What `wandb.init` would take, without starting or keeping anything (`wandb.setup` would keep it).
+
+    Args:
+        environment: os.environ unless given.
+    """
     import wandb
 
     settings = wandb.Settings(quiet=True)
     settings.update_from_system_settings()
-    settings.update_from_env_vars(dict(os.environ))
+    settings.update_from_env_vars(dict(os.environ if environment is None else environment))
     return settings

@@ -12,6 +12,12 @@ from hf_speedkit.cli.main import app
 
 LAUNCHER = f"""
 import json, sys
+task = json.loads(sys.argv[3])
+if task["rehearse"]:
+    if "sped" in task["settings"]:
+        raise SystemExit("there is no setting sped")
+    open(task["result"], "w").write("{{}}")
+    raise SystemExit
 sys.path[:0] = [{str(Path(__file__).parents[1])!r}, {str(Path(__file__).parents[2])!r}]
 from bench_results import bench
 from hf_speedkit.core.bench_records import as_text
@@ -32,6 +38,7 @@ open(task["result"], "w").write(as_text(result))
 def job(tmp_path):
     (tmp_path / "launch.py").write_text(LAUNCHER)
     (tmp_path / "train.py").write_text("")
+    (tmp_path / "doubled.yaml").write_text("speed: 1\ndeep: [{x: 1, y: 2}]\nspeed: 2\n")
     for name, speed in (("a", 100), ("b", 150), ("bad", "broken")):
         (tmp_path / f"{name}.yaml").write_text(f"speed: {speed}\n")
     return tmp_path
@@ -117,14 +124,24 @@ def test_json_holds_rows_and_gains(job):
         (["missing.yaml"], "missing.yaml"),
         (["a.yaml", "a.yaml"], "given twice"),
         (["a.yaml", "--vary", "speed"], "not KEY=VALUE"),
+        (["a.yaml", "doubled.yaml"], "speed stands twice in"),
     ],
-    ids=["no such file", "twice", "no value"],
+    ids=["no such file", "twice", "no value", "a doubled key"],
 )
 def test_wrong_use_is_told_before_anything_runs(job, arguments, named):
     done = run(job, *(job / one if one.endswith(".yaml") else one for one in arguments))
     assert done.exit_code == 2
     assert re.sub(r"\s", "", named) in re.sub(r"[│\s]", "", done.output)  # the box breaks lines anywhere
     assert not (job / "out").exists()
+
+
+def test_a_misspelt_setting_of_the_second_job_is_told_before_the_first_one_runs(job):
+    done = run(job, job / "a.yaml", "--vary", "sped=50", "--vary", "speed=50")
+    assert done.exit_code == 1
+    assert "a, sped=50: its settings are not taken, and nothing was measured" in done.output
+    assert "there is no setting sped" in done.output
+    assert not (job / "train.py.calls").exists()
+    assert [path.name for path in (job / "out").iterdir()] == ["a-sped-50_settings.failed.txt"]
 
 
 @pytest.mark.parametrize(

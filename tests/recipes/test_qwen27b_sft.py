@@ -116,6 +116,24 @@ def test_a_file_without_settings_is_refused_with_what_it_is(tmp_path, content, s
 
 
 @pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("seed: 1\nbf16: false\nseed: 2\n", "seed stands twice in .*, in lines 1 and 3"),
+        ("fsdp_config:\n  version: 2\n  version: 1\n", "version stands twice in .*, in lines 2 and 3"),
+        ("a: [{b: 1, b: 1}]", None),  # in one line
+    ],
+    ids=["a setting", "inside another", "one line"],
+)
+def test_a_key_that_stands_twice_is_refused_where_yaml_takes_the_last(tmp_path, content, said):
+    path = tmp_path / "job.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigurationError, match=said or "b stands twice"):
+        recipe.settings(path, [])
+    path.write_text("a: {x: 1}\nb: {x: 1}\n")
+    assert recipe.settings(path, []) == {"a": {"x": 1}, "b": {"x": 1}}
+
+
+@pytest.mark.parametrize(
     "config",
     [["--config", str(TINY)], [f"--config={TINY}"], ["--config", str(REAL), f"--config={TINY}"]],
     ids=["a word", "an equals sign", "twice, the last one counts"],
@@ -146,6 +164,11 @@ def test_a_wrong_word_on_the_command_line_is_named_in_one_message(capsys, argv, 
     with pytest.raises(ConfigurationError, match=named):
         recipe.parse(TINY, argv)
     assert "usage:" not in capsys.readouterr().err
+
+
+def test_a_model_or_data_beside_the_tiny_ones_would_not_be_read_and_are_refused(changed):
+    with pytest.raises(ConfigurationError, match="model and data of its own, and dataset_name would not be read"):
+        recipe.main(["--config", str(changed(dataset_name="me/data"))])
 
 
 def test_a_job_without_data_is_refused(changed):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from support import tiny_hybrid, tiny_tokenizer, tokenized
-from transformers import Trainer
+from transformers import HfArgumentParser, PreTrainedModel, Trainer
 from transformers.integrations.integration_utils import TensorBoardCallback
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig, SFTTrainer, TrlParser
 
 from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
 from hf_speedkit.core.bench_records import bench_result
@@ -93,3 +93,29 @@ def test_a_script_that_never_trains_is_told_apart(tmp_path, monkeypatch, capsys)
     task = json.dumps({"result": "r.json", "steps": 4, "name": "a", "workload": "b"})
     assert bench_child.main([task, str(script), "--config", "x.yaml"]) == bench_child.NO_TRAINING
     assert "without calling train()" in capsys.readouterr().err
+
+
+PARSERS = ["TrlParser(SFTConfig).parse_args_and_config()", "HfArgumentParser(SFTConfig).parse_args_into_dataclasses()"]
+
+
+@pytest.mark.parametrize("parser", [*PARSERS, "none"])
+def test_a_rehearsal_ends_where_the_settings_are_taken_and_refuses_what_the_run_would(tmp_path, monkeypatch, parser):
+    for owner, name in ((Trainer, "train"), (TrlParser, "parse_args_and_config"), (PreTrainedModel, "from_pretrained"),
+                        (HfArgumentParser, "parse_args_into_dataclasses"), (sys, "argv"), (sys, "path")):  # fmt: skip
+        monkeypatch.setattr(owner, name, getattr(owner, name) if owner is not sys else list(getattr(sys, name)))
+    script = tmp_path / "train.py"
+    line = parser if parser.endswith(")") else "AutoModelForCausalLM.from_pretrained(str(model))"
+    script.write_text(
+        "from transformers import AutoModelForCausalLM, HfArgumentParser\nfrom trl import SFTConfig, TrlParser\n"
+        f"model = {str(tmp_path)!r}\n{line}\nraise AssertionError('it went on')\n"
+    )
+    tiny_hybrid().config.save_pretrained(tmp_path)
+    task = {"result": str(tmp_path / "r.json"), "steps": 4, "name": "a", "workload": "b", "rehearse": True}
+    settings = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false"]
+    with pytest.raises(SystemExit) as ended:
+        bench_child.main([json.dumps(task), str(script), *settings])
+    assert (ended.value.code, (tmp_path / "r.json").read_text()) == (0, "{}")
+    if parser.startswith("TrlParser"):
+        (tmp_path / "job.yaml").write_text("learning_rat: 1\n")
+        with pytest.raises(ValueError, match="learning_rat"):
+            bench_child.main([json.dumps(task), str(script), "--config", str(tmp_path / "job.yaml"), *settings])

@@ -160,6 +160,9 @@ def test_settings_that_are_not_read_are_not_judged_and_subclasses_take_what_they
             "without activation_checkpointing=True .*offloading_layers='auto'",
         ),
         ({"fsdp_prefetch_layers": 2}, "without fsdp=True .*fsdp_prefetch_layers=2"),
+        ({"fsdp_config": {"version": 2}}, "without fsdp=True .*fsdp_config="),
+        ({"eval_steps": 5, "do_eval": True}, "without eval_strategy=.steps. .*do_eval=True, eval_steps=5"),
+        ({"hub_model_id": "me/it"}, "without push_to_hub=True .*hub_model_id='me/it'"),
         (
             {"tokens_per_batch": 64, "per_device_train_batch_size": 4},
             "batch_size=4 does nothing beside tokens_per_batch=64",
@@ -167,7 +170,19 @@ def test_settings_that_are_not_read_are_not_judged_and_subclasses_take_what_they
         ({"packing": False, "packing_strategy": "bfd"}, None),
         ({"tokens_per_batch": 64, "per_device_train_batch_size": 8}, None),
     ],
-    ids=["packing", "layers", "throughput", "checkpointing", "fsdp", "batch", "TRL's strategy", "TRL's batch"],
+    ids=[
+        "packing",
+        "layers",
+        "throughput",
+        "checkpointing",
+        "fsdp",
+        "fsdp_config",
+        "evaluation",
+        "hub",
+        "batch",
+        "TRL's strategy",
+        "TRL's batch",
+    ],
 )
 def test_settings_that_do_nothing_beside_another_are_said(tmp_path, caplog, given, said):
     config(tmp_path, **given)
