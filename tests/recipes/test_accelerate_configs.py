@@ -53,7 +53,8 @@ def test_every_config_is_looked_at_here():
 
 @pytest.mark.parametrize("name", ["fsdp2.yaml", "fsdp2_multinode.yaml"])
 def test_the_launchers_plugin_is_the_one_the_recipe_makes(launched, monkeypatch, name):
-    launched(name)
+    given, _ = launched(name)
+    monkeypatch.setenv("WORLD_SIZE", str(given.num_processes))  # torchrun's part of it
     by_launcher = FullyShardedDataParallelPlugin()
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")  # the recipe's settings write it as well
     _, args, _ = recipe.parse(REAL, [])
