@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from hf_speedkit.core.errors import KernelAssertionError
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
 from hf_speedkit.kernels.requirements import FUNCTIONS
+from hf_speedkit.kernels.verdicts import FALLBACK_EVIDENCE
 
 GO_ON = 'kernel_assertion="warn"'
 
@@ -61,6 +62,36 @@ def refusal(checks: Sequence[KernelCheck], *, decoder_layers: int | None) -> Ker
         evidence=table(failing),
         mend="\n          ".join(fixes) if fixes else None,
         regardless=GO_ON,
+    )
+
+
+def packed_refusal(checks: Sequence[KernelCheck], boundaries: Collection[str]) -> KernelAssertionError | None:
+    """The error for packed rows that transformers' own torch functions would be given, or None.
+
+    They raise for any boundaries (transformers 5.23, integrations/hub_kernels.py:1032), in the first forward pass:
+    no mode goes on from there.
+
+    Args:
+        checks: of a model whose rows hold several documents.
+        boundaries: the boundary arguments that its layers are given ("seq_idx", "cu_seqlens").
+    """
+    stuck = [
+        check
+        for check in checks
+        if check.verdict is KernelVerdict.FALLBACK
+        and check.evidence.startswith(FALLBACK_EVIDENCE)
+        and check.function in FUNCTIONS
+        and set(FUNCTIONS[check.function].boundary_arguments) & set(boundaries)
+    ]
+    if not stuck:
+        return None
+    names = " and ".join(dict.fromkeys(check.function for check in stuck))
+    return KernelAssertionError(
+        f"documents share rows, which transformers' torch code for {names} refuses: step 1 would fail.",
+        evidence=table(stuck),
+        mend="\n          ".join(dict.fromkeys(check.fix for check in stuck if check.fix is not None)) or None,
+        regardless="one document a row (packing=False, padding_free=False), or SpeedSFTTrainer, whose references "
+        "take packed rows",
     )
 
 

@@ -14,8 +14,9 @@ from hf_speedkit.core.records import KernelCheck
 from hf_speedkit.kernels.demands import Requirement, checked, names_of
 from hf_speedkit.kernels.inspection import assert_kernels, check_kernels
 from hf_speedkit.kernels.model_checks import model_config
+from hf_speedkit.kernels.refusal import packed_refusal
 from hf_speedkit.trainer.proof.first_step import FirstStep
-from hf_speedkit.trainer.proof.flattening import flattening_checks, flattening_collator
+from hf_speedkit.trainer.proof.flattening import boundaries_given, flattening_checks, flattening_collator
 from hf_speedkit.trainer.ranks.agreement import agree, say_once
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,8 @@ class KernelAssertionCallback(FirstStep):
     function; see `FirstStep`.
 
     Args:
-        mode: "strict" raises KernelAssertionError; "warn" logs the same text; "off" does nothing.
+        mode: "strict" raises KernelAssertionError; "warn" logs the same text, and raises only where transformers would
+            in step 1 (packed rows without the kernels that take them); "off" does nothing.
         requirements: the functions that must be fused, by name or as KernelRequirement, for example
             ("chunk_gated_delta_rule", "attention"); others are warned about. None: every function that training calls.
         probe: also run each fused function forward and backward on the device and compare with the reference.
@@ -88,12 +90,19 @@ class KernelAssertionCallback(FirstStep):
                 liger=getattr(args, "use_liger_kernel", False),
             )
             checks = (*checks, *flattening_checks(model_config(model), collator))
-            return assert_kernels(model, mode=self.mode, checks=checks, requirements=self.requirements, say=say)
+            warnings: list[str] = []
+            assert_kernels(model, mode=self.mode, checks=checks, requirements=self.requirements, say=warnings.append)
         except KernelAssertionError as error:
             own = self.own_way_on(error)
             if args.device.type == "cpu":
                 own = _on_a_cpu(own, packed=slots is not None)
             raise own from None
+        stuck = packed_refusal(checks, boundaries_given(collator)) if slots is not None else None
+        if stuck is not None:
+            raise stuck
+        for warning in warnings:
+            say(warning)
+        return checks
 
 
 def _on_a_cpu(error: KernelAssertionError, *, packed: bool) -> KernelAssertionError:

@@ -54,6 +54,32 @@ def test_v45_the_refusal_names_both_functions_and_the_callbacks_own_way_on(tmp_p
 
 
 @pytest.mark.parametrize(
+    ("packing", "switches", "refused"),
+    [
+        (True, None, "causal_conv1d_fn and chunk_gated_delta_rule"),
+        (False, {"return_seq_idx": True}, "causal_conv1d_fn refuses"),
+        (False, {}, None),  # it leaks, which is said, and trains
+    ],
+    ids=["packing", "flattened", "without boundaries"],
+)
+def test_v45_packed_rows_that_step_1_would_refuse_are_refused_before_it_in_any_mode(
+    tmp_path, caplog, packing, switches, refused
+):
+    trainer = plain_trainer(tmp_path, tiny_hybrid())
+    trainer.args.packing = packing
+    trainer.data_collator = (
+        DataCollatorWithFlattening(**(switches or {})) if switches is not None else trainer.data_collator
+    )
+    attach(trainer, KernelAssertionCallback(mode="warn", probe=False))
+    if refused is None:
+        trainer.train()
+        assert "without return_seq_idx" in caplog.text
+        return
+    with pytest.raises(KernelAssertionError, match=f"{refused}.*(?s:.*)Mend it:  pip install(?s:.*)SpeedSFTTrainer"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
     ("switches", "missing"),
     [
         ({}, "return_seq_idx and return_flash_attn_kwargs"),

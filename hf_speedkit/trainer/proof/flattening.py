@@ -21,6 +21,12 @@ def flattening_collator(dataloader: Any) -> DataCollatorWithFlattening | None:
     return collator if isinstance(collator, DataCollatorWithFlattening) else None
 
 
+def boundaries_given(collator: DataCollatorWithFlattening | None) -> frozenset[str]:
+    """The boundary arguments that layers get in packed rows; TRL's collators (1.16) give both."""
+    switched = (argument for argument, switch in _SETTINGS.items() if getattr(collator, switch, True))
+    return frozenset(switched)
+
+
 def flattening_checks(config: Any, collator: DataCollatorWithFlattening | None) -> tuple[KernelCheck, ...]:
     """A check where the layers of a family need boundaries that the collator does not hand over.
 
