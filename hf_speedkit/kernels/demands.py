@@ -11,6 +11,9 @@ from hf_speedkit.core.records import KernelCheck, KernelRequirement, KernelVerdi
 Requirement = str | KernelRequirement
 """A function by its name in the checks ("chunk_gated_delta_rule", "attention", "rms_norm"), or its record."""
 
+_WRONG = (KernelVerdict.BROKEN, KernelVerdict.FORWARD_ONLY, KernelVerdict.NO_BOUNDARIES)
+"""What learns something else, and not only slowly: nobody can do without these being right."""
+
 
 def checked(requirements: Sequence[Requirement] | Requirement | None) -> tuple[Requirement, ...] | None:
     """What a caller insists on as a tuple; one function may stand by itself.
@@ -46,16 +49,17 @@ def demanded(
         requirements: the functions insisted on; None for all that were found.
 
     Returns:
-        (demanded, others). A function that no layer was seen to call is demanded as UNVERIFIED: what was insisted on
-        and is not there, or is misspelt, must not pass.
+        (demanded, others). Demanded too is whatever was found to compute wrong numbers or to let documents see one
+        another. A function that no layer was seen to call is demanded as UNVERIFIED: what was insisted on and is not
+        there, or is misspelt, must not pass.
     """
     if requirements is None:
         return tuple(checks), ()
     names = names_of(checked(requirements) or ())
     found = {check.function for check in checks}
     missing = tuple(_not_called(name, found) for name in dict.fromkeys(names) if name not in found)
-    held = tuple(check for check in checks if check.function in names)
-    return (*held, *missing), tuple(check for check in checks if check.function not in names)
+    held = tuple(check for check in checks if check.function in names or check.verdict in _WRONG)
+    return (*held, *missing), tuple(check for check in checks if check not in held)
 
 
 def _not_called(name: str, found: set[str]) -> KernelCheck:

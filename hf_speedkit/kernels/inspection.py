@@ -131,7 +131,7 @@ def assert_kernels(
         mode: "strict" raises; "warn" logs what is wrong and what mends it, and goes on; "off" checks nothing.
         checks: checks made before; None makes them.
         requirements: functions that must be fused, by name ("chunk_gated_delta_rule", "attention", "rms_norm"); the
-            others are warned about. None: every function that training calls.
+            others are warned about, unless they are wrong and not only slow. None: every function that training calls.
         probe, tokens_per_batch, dtype, stack, liger: as in `check_kernels`.
         say: takes each warning; the log of this module if None.
 

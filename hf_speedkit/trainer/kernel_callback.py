@@ -33,7 +33,8 @@ class KernelAssertionCallback(FirstStep):
         mode: "strict" raises KernelAssertionError; "warn" logs the same text, and raises only where transformers would
             in step 1 (packed rows without the kernels that take them); "off" does nothing.
         requirements: the functions that must be fused, by name or as KernelRequirement, for example
-            ("chunk_gated_delta_rule", "attention"); others are warned about. None: every function that training calls.
+            ("chunk_gated_delta_rule", "attention"); others are warned about, unless they compute wrong numbers or let
+            packed documents see one another. None: every function that training calls.
         probe: also run each fused function forward and backward on the device and compare with the reference.
 
     After `on_train_begin`, `checks` holds one KernelCheck per function; after the first step, `runs` what was seen.

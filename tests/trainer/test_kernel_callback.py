@@ -174,6 +174,8 @@ def test_v11_a_plain_trainer_that_packs_is_asked_about_packed_rows(tmp_path, set
     config = LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=8, intermediate_size=8)
     model = LlamaForCausalLM(config)
     config.model_type = "opt"  # one of those that leak
-    callback = KernelAssertionCallback(probe=False)
-    with nullcontext() if slots is None else pytest.raises(KernelAssertionError, match="packed_rows   NO_BOUNDARIES"):
-        callback.on_train_begin(args, None, None, model=model)
+    for requirements in (None, ("attention",)):  # wrong, and not only slow: whatever is insisted on
+        callback = KernelAssertionCallback(probe=False, requirements=requirements)
+        refused = pytest.raises(KernelAssertionError, match="packed_rows   NO_BOUNDARIES")
+        with nullcontext() if slots is None else refused:
+            callback.on_train_begin(args, None, None, model=model)
