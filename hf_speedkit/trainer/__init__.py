@@ -3,7 +3,7 @@
 The modules here are those that a script imports; what they are made of lies in rooms of its own, named by subject.
 
 - what one uses: sft, config, attach, callbacks, kernel_callback, throughput_callback, trace_callback, config_rules,
-  number_rules, precision_rules, setting_names
+  combination_rules, launcher_rules, number_rules, precision_rules, setting_names
 - what a job calls before its model is loaded: broken_installs, hardware, installed_versions, job_settings,
   hub_access, launching, machine, trackers, optional_packages, output, adapters, before_loading
 - what it loads: dataset_source, weights, whole_weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol, runtime_checkable
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -77,7 +78,8 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> None:
         callbacks: instances of TrainerCallback.
 
     Raises:
-        ConfigurationError: something else than a trainer and callback instances.
+        ConfigurationError: something else than a trainer and callback instances, or a second callback of a kind that a
+            trainer has once (a ThroughputCallback, a KernelAssertionCallback).
     """
     for callback in callbacks:
         if not isinstance(callback, TrainerCallback):
@@ -100,8 +102,10 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> None:
     listed: list[TrainerCallback] = trainer.callback_handler.callbacks
     if trainer.is_world_process_zero() and not any(type(other).__module__.startswith(_OURS) for other in listed):
         warn_of_untested_versions()
-    for callback in callbacks:
-        _take_out(listed, callback)
+    given = dict.fromkeys(callbacks)  # each once
+    refuse_second([*(other for other in listed if other not in given), *given])
+    for callback in given:
+        detach(trainer, callback)
         listed.insert(_front(listed), callback)
         callback.attached_in_front = True
         if isinstance(callback, LoopObserver):
@@ -123,7 +127,33 @@ def _link_tracing(listed: list[TrainerCallback]) -> None:
         listed[place:place] = [TracedSteps(trace, throughput) for trace in traces]
 
 
-def _take_out(listed: list[TrainerCallback], callback: TrainerCallback) -> None:
+def refuse_second(listed: Iterable[TrainerCallback]) -> None:
+    """Refuse two callbacks of a kind that a trainer has once, which says so by a class attribute `only_one`.
+
+    Args:
+        listed: a trainer's callbacks.
+
+    Raises:
+        ConfigurationError: what two of them would do.
+    """
+    seen: set[type] = set()
+    for callback in listed:
+        kind = next((one for one in type(callback).__mro__ if "only_one" in vars(one)), None)
+        if kind is None:
+            continue
+        if kind in seen:
+            raise ConfigurationError(
+                f"the trainer would have two {kind.__name__}s: {vars(kind)['only_one']}",
+                mend="leave one out; attach() takes the same object again, and trainer.remove_callback("
+                f"{kind.__name__}) makes room for another. SpeedSFTTrainer brings a ThroughputCallback of its own, as "
+                "trainer.throughput, unless throughput=False",
+            )
+        seen.add(kind)
+
+
+def detach(trainer: Trainer, callback: TrainerCallback) -> None:
+    """Take a callback off a trainer, with what `attach` has put there for it; one that it has not got is no error."""
+    listed: list[TrainerCallback] = trainer.callback_handler.callbacks
     listed[:] = [
         other
         for other in listed

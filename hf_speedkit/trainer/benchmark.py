@@ -21,7 +21,7 @@ from hf_speedkit.core.records import KernelCheck, StepRecord
 from hf_speedkit.core.step_log import parse_step_log
 from hf_speedkit.kernels.inspection import check_kernels
 from hf_speedkit.measure.environment import collect_environment
-from hf_speedkit.trainer.attach import attach
+from hf_speedkit.trainer.attach import attach, detach
 from hf_speedkit.trainer.metrics.mfu_inputs import flops_of
 from hf_speedkit.trainer.output import STEP_LOG_NAME
 from hf_speedkit.trainer.sinks import JsonlSink
@@ -55,6 +55,8 @@ def measured(trainer: Any) -> ThroughputCallback:
     if flops is not None and isinstance(trainer, SFTTrainer) and trainer.args.device.type == "cuda":
         # TRL's fused head scores target positions only on a GPU, and makes its product again in backward.
         flops = replace(flops, head_on="target", head_again=True)
+    for other in [one for one in trainer.callback_handler.callbacks if isinstance(one, ThroughputCallback)]:
+        detach(trainer, other)  # the script's own, which may write nothing
     callback = ThroughputCallback(flops=flops, sinks=[JsonlSink(Path(trainer.args.output_dir) / STEP_LOG_NAME)])
     attach(trainer, callback)
     return callback

@@ -40,6 +40,8 @@ class KernelAssertionCallback(FirstStep):
     After `on_train_begin`, `checks` holds one KernelCheck per function; after the first step, `runs` what was seen.
     """
 
+    only_one = "the kernels would be run and compared twice"
+
     def __init__(
         self,
         *,

@@ -42,8 +42,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
     after the Trainer's own read of the loss.
 
     Args:
-        flops: model FLOPs of counted tokens, for example `hf_speedkit.core.flops.model_flops(...)`. None: from the
-            model's configuration, where the family is known.
+        flops: model FLOPs of counted tokens, as `hf_speedkit.core.flops.model_flops`. None: by its config, if known.
         peak_tflops: dense peak of one device. None: from the table in `hf_speedkit.core.devices`.
         recompute: what a checkpointed layer computes once more, for a selective policy: `LAYER_PARTS` of
             `hf_speedkit.core.flops` less what it keeps. None: everything, unless there is such a policy (no HFU then).
@@ -59,6 +58,8 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
         ConfigurationError: an argument that is none of these.
         NonFiniteError: at a logging step, on all ranks.
     """
+
+    only_one = "each step would be counted, logged and written twice"
 
     def __init__(
         self,

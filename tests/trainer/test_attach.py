@@ -6,6 +6,7 @@ from transformers import TrainerCallback
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.trainer.attach import LoopMarker, attach
+from hf_speedkit.trainer.kernel_callback import KernelAssertionCallback
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback
 
 
@@ -58,6 +59,34 @@ def test_a_callback_the_trainer_already_has_is_moved(tmp_path):
     assert names(trainer) == [
         "DefaultFlowCallback", "ThroughputCallback", "TensorBoardCallback", "First", "PrinterCallback", "LoopMarker",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [ThroughputCallback, KernelAssertionCallback])
+def test_a_second_one_of_a_kind_that_would_do_everything_twice_is_refused(tmp_path, kind):
+    """Two of them wrote every row of a step log twice, and the second overwrote the first one's metrics."""
+    first = kind()
+    trainer = make_trainer(tmp_path, callbacks=[first])
+    attach(trainer, first, first)
+    before = names(trainer)
+    with pytest.raises(ConfigurationError, match=rf"two {kind.__name__}s: .* twice"):
+        attach(trainer, First(), type("Mine", (kind,), {})())
+    assert names(trainer) == before
+    trainer.remove_callback(kind)
+    attach(trainer, kind())
+    with pytest.raises(ConfigurationError, match="would have two"):
+        attach(make_trainer(tmp_path), kind(), kind())
+
+
+def test_a_trainer_that_brings_its_own_takes_no_second_one_however_it_comes(tmp_path):
+    from checkpoint_run import build
+
+    with pytest.raises(ConfigurationError, match=r"(?s)two ThroughputCallbacks.*as trainer\.throughput"):
+        build(tmp_path, callbacks=[ThroughputCallback()])
+    trainer = build(tmp_path)
+    trainer.add_callback(ThroughputCallback())
+    with pytest.raises(ConfigurationError, match="two ThroughputCallbacks"):
+        trainer.train()
+    attach(build(tmp_path / "without", throughput=False), ThroughputCallback())
 
 
 def test_an_observer_gets_a_marker_behind_everything(tmp_path):

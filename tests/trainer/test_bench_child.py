@@ -15,6 +15,7 @@ from hf_speedkit.core.bench_records import bench_result
 from hf_speedkit.core.errors import BenchError
 from hf_speedkit.trainer import bench_child
 from hf_speedkit.trainer.bench_child import BenchTask, bounded
+from hf_speedkit.trainer.throughput_callback import ThroughputCallback
 
 
 @pytest.fixture
@@ -62,8 +63,10 @@ def test_so_is_any_other_trainer(tmp_path, task):
         args=SFTConfig(**settings(tmp_path, max_length=32, per_device_train_batch_size=2)),
         train_dataset=tokenized([20, 30, 9] * 10),
         processing_class=tiny_tokenizer(),
+        callbacks=[ThroughputCallback()],  # measured once all the same
     )
     result = trained(trainer, task)
+    assert len(result.steps) == 4
     assert result.tokens.real < result.tokens.slots  # padded rows
     assert result.rates["speed/real_tokens_per_second"] < result.rates["speed/slots_per_second"]
     assert any("FALLBACK" in line for line in result.kernels)

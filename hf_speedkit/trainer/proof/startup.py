@@ -18,6 +18,7 @@ from hf_speedkit.kernels.fla_convolution import through_fla
 from hf_speedkit.kernels.inspection import assert_kernels, check_kernels
 from hf_speedkit.packing.boundaries import check_packed_batch
 from hf_speedkit.packing.isolation import assert_isolation
+from hf_speedkit.trainer.attach import refuse_second
 from hf_speedkit.trainer.before_loading import loading_settings
 from hf_speedkit.trainer.data.resume import compare_documents, data_of_rank, padded_order, refuse_ranks_apart
 from hf_speedkit.trainer.kernel_callback import activation_dtype, packed_slots
@@ -68,6 +69,7 @@ class StartupProof(FirstStep):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Make the layers ready and prove them, or stop all ranks with one message."""
         trainer = self._trainer
+        refuse_second(trainer.callback_handler.callbacks)  # add_callback may have brought one
         self.resumed_at = state.global_step
         if state.is_world_process_zero:
             warn_of_long_warmup(args, state.max_steps)
