@@ -10,6 +10,7 @@ from transformers.trainer_callback import DefaultFlowCallback
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.trainer.installed_versions import warn_of_untested_versions
+from hf_speedkit.trainer.metrics.returned_losses import ReturnedLosses
 
 _OURS = "hf_speedkit."
 """Where the modules of callbacks of ours begin: a trainer that has one has been warned about versions."""
@@ -20,6 +21,7 @@ class LoopObserver(Protocol):
     """A callback that also wants to know when the callbacks after it are through."""
 
     attached: bool
+    losses: ReturnedLosses
 
     def after_callbacks(
         self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl
@@ -110,6 +112,7 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> None:
         callback.attached_in_front = True
         if isinstance(callback, LoopObserver):
             callback.attached = True
+            callback.losses = ReturnedLosses(trainer)
             listed.append(LoopMarker(callback))
     _link_tracing(listed)
 

@@ -26,6 +26,7 @@ from hf_speedkit.trainer.metrics.mfu_inputs import FlopsInputs
 from hf_speedkit.trainer.metrics.micro_batches import MicroBatchCounter
 from hf_speedkit.trainer.metrics.nonfinite import Mode, checked_mode, find_nonfinite, refusal
 from hf_speedkit.trainer.metrics.notices import notices
+from hf_speedkit.trainer.metrics.returned_losses import ReturnedLosses
 from hf_speedkit.trainer.metrics.saved_totals import load_totals, save_totals
 from hf_speedkit.trainer.metrics.window_report import WindowReport
 
@@ -73,6 +74,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
         nonfinite: Mode = "warn",
     ) -> None:
         self.attached = False
+        self.losses = ReturnedLosses(None)
         self._given = FlopsInputs(flops=flops, peak_tflops=peak_tflops, recompute=recompute)
         self._inputs = self._given
         self._report = WindowReport(sinks)
@@ -166,7 +168,9 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
         self._job = JobLedger(world_size=args.world_size, device=args.device, before=load_totals(state))
         self._inputs = self._given.completed(args, model)
         self._counter = MicroBatchCounter.of(args, model, given.get("train_dataloader"))
-        self._counter.watch(model, counting=lambda: self._forward_expected, window=self._inputs.window)
+        self._counter.watch(
+            model, counting=lambda: self._forward_expected, window=self._inputs.window, losses=self.losses
+        )
         self._compilations.start()
         self._clock = StepClock(device=device_timer(args.device.type))
         self._report.begin(state)
@@ -222,15 +226,12 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
         self._clock.settle()
         records, window = self._enter()
         if records:
-            metrics = window_metrics(
-                window,
-                self._job.ledger,
-                peak_tflops=self._inputs.peak_tflops,
-                tensor_clock_mhz=self._inputs.tensor_clock_mhz,
-            )
+            peak, clock = self._inputs.peak_tflops, self._inputs.tensor_clock_mhz
+            metrics = window_metrics(window, self._job.ledger, peak_tflops=peak, tensor_clock_mhz=clock)
             found = self._report.nonfinite(window, metrics, logs, args, state)
-            if found is not None and self._stops(args):
-                self._error = refusal(found, logs)
+            if found is not None:
+                self.losses.forget_nonfinite()
+                self._error = refusal(found, logs) if self._stops(args) else None
             self._report.window(records, metrics, logs, state)
             save_totals(state, self._job.ledger.run_tokens)
         self._clock.pause("log")

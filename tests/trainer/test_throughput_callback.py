@@ -287,7 +287,7 @@ def test_v62_nothing_of_ours_reads_the_device_between_logging_steps(tmp_path, mo
 
         def read(tensor, *arguments, **keywords):
             frame = sys._getframe(1)
-            while frame is not None:
+            while frame is not None and frame.f_code.co_name != "training_step":  # we listen to what it returns
                 if "/hf_speedkit/" in frame.f_code.co_filename:
                     reads.append(name)
                     break

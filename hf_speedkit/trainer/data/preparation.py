@@ -241,7 +241,15 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
         Raises:
             DatasetError, PackingError: it cannot be evaluated.
         """
-        if eval_dataset is not None and not isinstance(eval_dataset, str) and not self._skip_prepare_dataset:
+        if isinstance(eval_dataset, str):
+            names = list(self.eval_dataset) if isinstance(self.eval_dataset, dict) else []
+            if eval_dataset not in names:
+                raise DatasetError(
+                    f"there is no evaluation set {eval_dataset!r}",
+                    evidence=(f"those there are: {', '.join(names) or 'one without a name'}",),
+                    mend="pass a name out of eval_dataset={name: dataset, ...}, or the dataset",
+                )
+        elif eval_dataset is not None and not self._skip_prepare_dataset:
             for name, dataset in (eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}).items():
                 self._check_new(dataset, name)
         return super().evaluate(eval_dataset, *args, **kwargs)

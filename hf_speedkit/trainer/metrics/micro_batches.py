@@ -22,6 +22,7 @@ from hf_speedkit.trainer.metrics.observation import (
     read,
 )
 from hf_speedkit.trainer.metrics.repeated_rows import NewRows, count_new_rows
+from hf_speedkit.trainer.metrics.returned_losses import ReturnedLosses
 
 MOST_UNREAD = 1000
 """Finished steps that are read at the latest, where nothing is logged for so long: each keeps some 2.5 kB of the
@@ -80,6 +81,7 @@ class MicroBatchCounter:
         self.head_on_targets = False
         """Whether TRL's fused head was seen at work: it scores target positions only."""
         self._handles: tuple[Any, ...] = ()
+        self._losses = ReturnedLosses(None)
         self._batch: Callable[[], object] = _nothing
         self._probe = GradientProbe()
         self._norm_given = False
@@ -108,7 +110,14 @@ class MicroBatchCounter:
             self.current = Observation(excluded=self.current.excluded)
         self.current.add(counts)
 
-    def watch(self, model: torch.nn.Module, *, counting: Callable[[], bool], window: int | None = None) -> None:
+    def watch(
+        self,
+        model: torch.nn.Module,
+        *,
+        counting: Callable[[], bool],
+        window: int | None = None,
+        losses: ReturnedLosses | None = None,
+    ) -> None:
         """Look at the inputs and the loss of every training forward pass while `counting()` is true.
 
         `token_counts` is taken out of the inputs in any case: it is ours, and the model does not know it.
@@ -117,7 +126,11 @@ class MicroBatchCounter:
             model: the model whose forward gets the batch; hooks of a model inside DDP, FSDP2 or PEFT run as well.
             counting: whether a training step is under way; start-up probes and evaluation are not.
             window: sliding window whose pairs are to be counted.
+            losses: of the trainer, where it is known: what it logs counts, and not the loss among the model's outputs.
         """
+        if losses is not None:
+            self._losses = losses
+            losses.hear(lambda loss: self.current.look_at_loss(loss))  # `current` is another one every step
         rule = LabelRule.of(model, window, cut=self._cut)
         one_at_a_time = threading.Lock()  # DataParallel calls its replicas in threads
 
@@ -133,6 +146,7 @@ class MicroBatchCounter:
         def look_at_loss(module: torch.nn.Module, arguments: tuple[Any, ...], outputs: Any) -> None:
             # A trainer that tells its counts tells its loss: the model's own of an empty row is 0 / 0 and not used.
             used = not self._told and counting() and torch.is_grad_enabled()
+            used = used and not self._losses.heard
             if used and isinstance(outputs, Mapping):
                 with one_at_a_time:
                     self.current.look_at_loss(outputs.get("loss"))
@@ -146,6 +160,7 @@ class MicroBatchCounter:
 
     def unwatch(self) -> None:
         """Take the hooks off again."""
+        self._losses.stop()
         for handle in self._handles:
             handle.remove()
         self._handles = ()

@@ -7,6 +7,7 @@ target tokens, where TRL takes the mean of the micro-batches' means; with equal 
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from trl import SFTTrainer
 from hf_speedkit.core.records import TokenCounts
 from hf_speedkit.packing.boundaries import IGNORE_INDEX
 from hf_speedkit.trainer.metrics.nonfinite import log_refusal
+from hf_speedkit.trainer.metrics.returned_losses import forget_sum
 from hf_speedkit.trainer.ranks.roll_call import RollCall
 from hf_speedkit.trainer.step.expert_balance import without_padding
 from hf_speedkit.trainer.step.own_loss import asked, summands, warn_of_a_mean
@@ -184,7 +186,7 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
             self.throughput.count(counts)
 
     def _look_at(self, mode: str, loss: torch.Tensor) -> None:
-        if mode == "train" and self.throughput is not None:
+        if mode == "train" and self.throughput is not None and not self.throughput.losses.heard:
             self.throughput.look_at(loss)
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
@@ -251,6 +253,8 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
         # With throughput=False nobody else looks; fp16's scaler skips such steps.
         alone = mode == "train" and self.throughput is None and self.args.nonfinite == "strict" and not self.args.fp16
         refusal = log_refusal(logs, self.state.global_step) if alone else None
+        if mode == "train" and self.throughput is None and not math.isfinite(logs.get("loss", 0.0)):
+            forget_sum(self)  # the throughput callback does, where there is one
         super().log(logs, start_time)
         if refusal is not None:
             raise refusal

@@ -69,6 +69,28 @@ def test_v30_a_nan_step_after_the_last_log_ends_training_too(tmp_path, caplog):
     assert caplog.text.count("the first was step 3") == 1
 
 
+class NanReturned(Trainer):
+    """What the third step hands to the Trainer is not a number; the gradients are."""
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        return loss * math.nan if self.state.global_step == 2 else loss
+
+
+@pytest.mark.parametrize("filtered", [True, False])
+def test_v30_a_loss_that_is_nan_only_where_the_trainer_gets_it_is_counted_and_soon_forgotten(
+    tmp_path, caplog, filtered
+):
+    trainer = make_trainer(tmp_path, kind=NanReturned, max_steps=6, logging_steps=2, logging_nan_inf_filter=filtered)
+    with caplog.at_level(logging.WARNING):
+        train(trainer)
+    rows = training_rows(trainer)
+    assert [row["speed/nonfinite_steps"] for row in rows] == [0, 1, 0]
+    assert [math.isnan(row["loss"]) for row in rows] == [False, True, False]  # NaN - NaN would be NaN for good
+    assert "1 of the last 2 steps had a NaN or infinite loss or gradient, the first was step 3" in caplog.text
+    assert "training_step" not in vars(trainer)
+
+
 def test_v30_warn_goes_on(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         trainer = make_trainer(tmp_path, kind=NanAt, max_steps=4)
