@@ -44,8 +44,10 @@ def test_the_command_line_answers_at_once():
     assert min(seconds) < 0.6
 
 
-def test_the_version_is_printed():
-    command = [str(Path(sys.executable).with_name("hf-speedkit")), "--version"]
+@pytest.mark.parametrize("module", [False, True], ids=["script", "module"])
+def test_the_version_is_printed(module):
+    script = str(Path(sys.executable).with_name("hf-speedkit"))
+    command = [*([sys.executable, "-m", "hf_speedkit"] if module else [script]), "--version"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == hf_speedkit.__version__
 
 

@@ -245,6 +245,8 @@ _CAPABILITIES: Mapping[str, tuple[int, int]] = {
     "v100": (7, 0),
     "t4": (7, 5),
     "a100": (8, 0),
+    "a800": (8, 0),
+    "a30": (8, 0),
     "a10": (8, 6),
     "a40": (8, 6),
     "rtx3090": (8, 6),
@@ -255,12 +257,14 @@ _CAPABILITIES: Mapping[str, tuple[int, int]] = {
     "gh200": (9, 0),
     "h100": (9, 0),
     "h200": (9, 0),
+    "h800": (9, 0),
+    "h20": (9, 0),
     "b200": (10, 0),
     "gb200": (10, 0),
     "b300": (10, 3),
     "gb300": (10, 3),
     "rtx5090": (12, 0),
-}  # https://developer.nvidia.com/cuda-gpus
+}  # https://developer.nvidia.com/cuda-gpus; A800, H800 and H20 are the chips of A100 and H100 with parts switched off
 
 SHORT_NAMES = tuple(_CAPABILITIES)
 """GPUs that `compute_capability` knows."""
