@@ -61,3 +61,7 @@ def _in_words(error: Exception) -> str | None:
 
     broken = broken_install(error)
     return None if broken is None else str(broken)
+
+
+if __name__ == "__main__":
+    main()
