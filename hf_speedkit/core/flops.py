@@ -70,6 +70,8 @@ class ModelFlops:
         head_on: whether the head runs on every real token or on target tokens only (TRL's fused head, and ours).
         head_again: whether backward makes the head's product once more, as TRL's fused head does.
         causal: count the pairs a causal mask leaves; False counts all L x L, which eager attention computes.
+        untrained_per_token: linear maps whose weights are frozen while others of the layers train (0 with `frozen`).
+        below: the layers before the first trained weight, which backward does not run through; part of the others.
     """
 
     linear_per_token: float
@@ -86,6 +88,8 @@ class ModelFlops:
     head_on: Head = "real"
     head_again: bool = False
     causal: bool = True
+    untrained_per_token: float = 0.0
+    below: ModelFlops | None = None
 
     def training(self, lengths: Sequence[int], *, target: int | None = None) -> float:
         """Forward and backward FLOPs of documents of these lengths.
@@ -99,12 +103,11 @@ class ModelFlops:
         """
         if self.head_on == "target" and target is None:
             raise ValueError("this model's head runs on target tokens only: pass target=")
-        squared = sum(length * length for length in lengths)
-        windowed = sum(
-            per_pair * sum(pairs_in_window(length, window, causal=self.causal) for length in lengths)
-            for window, per_pair in self.per_pair_in_window
-        )
-        return self._training(sum(lengths), squared, target or 0) + 3 * windowed
+        tokens, squared = sum(lengths), sum(length * length for length in lengths)
+        found = self._training(tokens, squared, target or 0) + 3 * self._windowed_in(lengths)
+        if self.below is not None:
+            found -= 2 * (self.below._forward(tokens, squared) + self.below._windowed_in(lengths))
+        return found
 
     @property
     def window(self) -> int | None:
@@ -122,7 +125,13 @@ class ModelFlops:
             return None
         if self.head_on == "target" and counts.target is None:
             return None
-        return self._training(counts.real, counts.squared_lengths, counts.target or 0) + 3 * windowed
+        found = self._training(counts.real, counts.squared_lengths, counts.target or 0) + 3 * windowed
+        if self.below is None:
+            return found
+        below = self.below._windowed(counts)
+        if below is None:
+            return None
+        return found - 2 * (self.below._forward(counts.real, counts.squared_lengths) + below)
 
     def recomputed(self, counts: TokenCounts, parts: Collection[Part]) -> float | None:
         """FLOPs of computing parts of the forward pass once more; None where the counts do not say enough.
@@ -156,6 +165,17 @@ class ModelFlops:
         }
         return sum(costs[part] for part in set(parts))
 
+    def _forward(self, tokens: int, squared: int) -> float:
+        """Forward FLOPs of the layers, without their attention inside a window."""
+        return (self.linear_per_token + self.core_per_token) * tokens + self.per_pair * self._pairs(tokens, squared)
+
+    def _windowed_in(self, lengths: Sequence[int]) -> float:
+        """Forward FLOPs of attention inside sliding windows, in documents of these lengths."""
+        return sum(
+            per_pair * sum(pairs_in_window(length, window, causal=self.causal) for length in lengths)
+            for window, per_pair in self.per_pair_in_window
+        )
+
     def _windowed(self, counts: TokenCounts) -> float | None:
         """Forward FLOPs of attention inside a sliding window."""
         if not self.per_pair_in_window:
@@ -173,7 +193,7 @@ class ModelFlops:
         head_passes = 3 if head_trained else 2
         head_tokens = tokens if self.head_on == "real" else target
         return (
-            passes * self.linear_per_token * tokens
+            (passes * self.linear_per_token - self.untrained_per_token) * tokens
             + head_passes * self.head_per_token * head_tokens
             + 3 * (self.core_per_token + self.adapter_per_token) * tokens
             + 3 * self.per_pair * self._pairs(tokens, squared)

@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
-from accelerate.state import AcceleratorState
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from transformers import TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_speedkit.core.devices import peak_tflops, tensor_clock_mhz
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.core.flops import LAYER_PARTS, REENTRANT_PARTS, ModelFlops, Part, model_flops
 from hf_speedkit.core.records import TokenCounts
 from hf_speedkit.kernels.fused_layers import is_fused
 from hf_speedkit.trainer.hardware import word_of
 from hf_speedkit.trainer.memory.kept_products import kept_flops_per_token
+from hf_speedkit.trainer.metrics.device_peak import device_peak_tflops, device_tensor_clock_mhz
+from hf_speedkit.trainer.metrics.frozen_weights import frozen_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,8 +158,9 @@ def flops_of(model: torch.nn.Module, *, layers: Sequence[int] | None = None) -> 
     """FLOPs of a transformers model, LoRA included; None for a family or a way of training that is not known.
 
     The head is counted on every real token, as transformers' own forward computes it. Frozen embeddings, norms and
-    towers for images are known, and LoRA beside linear maps from the first layer on; the gradient of the first layer's
-    input is counted as if it were needed, as it is under activation checkpointing.
+    towers for images are known, weights of layers that a full fine-tune leaves as they are, and LoRA beside linear maps
+    from the first layer on; the gradient of the first trained layer's input is counted as if it were needed, as it is
+    under activation checkpointing.
 
     Args:
         model: the model.
@@ -176,7 +177,7 @@ def flops_of(model: torch.nn.Module, *, layers: Sequence[int] | None = None) -> 
         head_trained = all(weight.requires_grad for weight in products.values() if id(weight) in of_head)
         return _with_its_head(model_flops(config.to_dict(), head_trained=head_trained, layers=layers), model)
     if not _is_lora(model):
-        return None  # some weights are frozen, and which gradients that saves depends on where they are
+        return _partly_frozen(model, products, of_head, looked_up, layers)
     if layers is not None:
         found = decoder_layers(model)
         counted = {id(weight) for index in layers for weight in found[index].parameters()}
@@ -194,6 +195,24 @@ def flops_of(model: torch.nn.Module, *, layers: Sequence[int] | None = None) -> 
         adapter_parameters=sum(weight.numel() for weight in maps),
         layers=layers,
     )
+    return _with_its_head(flops, model)
+
+
+def _partly_frozen(
+    model: Any, products: dict[str, torch.nn.Parameter], head: set[int], looked_up: set[int], layers: Any
+) -> ModelFlops | None:
+    """FLOPs of a full fine-tune of some weights; of the asked layers those that backward runs through."""
+    config, found = model.config.to_dict(), decoder_layers(model)
+    frozen = frozen_weights(model, found, products, head | looked_up)
+    if frozen is None:
+        return None
+    reached = None if layers is None else [index for index in layers if index >= frozen.reach]
+    trained = all(weight.requires_grad for weight in products.values() if id(weight) in head)
+    flops = model_flops(config, head_trained=trained, layers=reached)
+    if flops is None or layers is not None:  # some layers: for what they compute again, whose weights do not matter
+        return flops
+    below = model_flops(config, layers=range(frozen.reach)) if frozen.reach else None
+    flops = replace(flops, untrained_per_token=frozen.untrained_per_token, below=below)
     return _with_its_head(flops, model)
 
 
@@ -321,30 +340,3 @@ def _last_map(layer: torch.nn.Module) -> Any:
             inside.update(map(id, module.modules()))
             last = module
     return last
-
-
-def device_tensor_clock_mhz(args: TrainingArguments) -> float | None:
-    """SM clock at which this rank's device has its peak; None on a CPU and for a GPU that is not in the table."""
-    return None if args.device.type != "cuda" else tensor_clock_mhz(torch.cuda.get_device_name(args.device))
-
-
-def training_dtype(args: TrainingArguments, model: torch.nn.Module) -> str:
-    """The dtype matrix products run in, as a key of the peak table."""
-    if AcceleratorState._shared_state.get("_mixed_precision") == "fp8":
-        return "float8"
-    if args.bf16:
-        return "bfloat16"
-    if args.fp16:
-        return "float16"
-    dtype = str(next(iter(model.parameters())).dtype).removeprefix("torch.")
-    # However it was set: `torch.get_float32_matmul_precision` raises behind transformers' `tf32=True` (torch 2.13).
-    if dtype == "float32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
-        return "tf32"
-    return dtype
-
-
-def device_peak_tflops(args: TrainingArguments, model: torch.nn.Module) -> float | None:
-    """Dense peak of this rank's device; None on a CPU and for a GPU that is not in the table."""
-    if args.device.type != "cuda":
-        return None
-    return peak_tflops(torch.cuda.get_device_name(args.device), training_dtype(args, model))

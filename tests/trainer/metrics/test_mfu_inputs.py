@@ -15,24 +15,28 @@ from transformers import (
     CLIPVisionConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
     Qwen3Model,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from transformers.debug_utils import DebugOption
 from transformers.utils.import_utils import enable_tf32
 
 from hf_speedkit.core.errors import ConfigurationError
-from hf_speedkit.core.flops import LAYER_PARTS, model_flops
+from hf_speedkit.core.flops import LAYER_PARTS, model_flops, pairs_in_window
 from hf_speedkit.core.records import TokenCounts
+from hf_speedkit.trainer.metrics.device_peak import training_dtype
 from hf_speedkit.trainer.metrics.mfu_inputs import (
     FlopsInputs,
     RecomputedFlops,
     decoder_layers,
     flops_of,
     is_checkpointed,
-    training_dtype,
 )
 from hf_speedkit.trainer.metrics.notices import missing_notices, notices, slowing_switches
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback
@@ -182,6 +186,12 @@ def test_what_lora_trains_besides_its_maps_costs_what_the_counter_sees(also, mon
     assert counted(model) == flops_of(model).training([TOKENS])
 
 
+def only(name):
+    model = tiny().requires_grad_(False)
+    model.get_submodule(name).requires_grad_(True)
+    return model
+
+
 @pytest.mark.parametrize(
     "model",
     [
@@ -190,8 +200,9 @@ def test_what_lora_trains_besides_its_maps_costs_what_the_counter_sees(also, mon
         lambda: lora(target_parameters=["mlp.experts.gate_up_proj"]),
         lambda: lora(layers=[3]),  # backward ends there
         lambda: tiny().requires_grad_(False),
+        lambda: only("lm_head"),
     ],
-    ids=["prompts", "another product", "weights of experts", "last layer only", "all frozen"],
+    ids=["prompts", "another product", "weights of experts", "last layer only", "all frozen", "head only"],
 )
 def test_ways_of_training_that_the_formula_does_not_know_have_no_flops(model):
     assert flops_of(model()) is None
@@ -224,6 +235,66 @@ def lora_everywhere(model):
             setattr(model.get_submodule(parent), last, Adapter(linear))
     model.enable_input_require_grads()
     model.peft_config = {"default": SimpleNamespace(peft_type="LORA")}
+
+
+def sparse():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4}
+    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [1]}
+    config = Qwen3MoeConfig(**sizes, **experts, vocab_size=50, num_key_value_heads=2, head_dim=16, pad_token_id=0)
+    config._attn_implementation = config._experts_implementation = "eager"  # the counter does not see grouped products
+    return Qwen3MoeForCausalLM(config).train()
+
+
+def asking(change):
+    def changed(model):
+        change(model)
+        model.enable_input_require_grads()
+
+    return changed
+
+
+LOWER = ("embed_tokens", "layers.0.", "layers.1.")
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        frozen("mlp.gate.", "router"),
+        frozen("experts"),
+        frozen("self_attn.k_proj", "mlp.up_proj", "layers.2.self_attn.o_proj"),
+        frozen("self_attn"),
+        frozen(*LOWER),
+        frozen(*LOWER, "self_attn.q_proj", "lm_head"),
+        asking(frozen(*LOWER)),
+        frozen("layers.0.", "layers.1."),
+    ],
+    ids=["routers", "experts", "some maps", "attention", "lower layers", "lower layers and maps", "input asked",
+         "layers under trained embeddings"],
+)  # fmt: skip
+@pytest.mark.parametrize("make", [tiny, sparse])
+def test_what_frozen_weights_save_of_a_full_fine_tune_is_what_the_counter_sees(make, change, checkpointed, monkeypatch):
+    monkeypatch.setattr("hf_speedkit.trainer.metrics.mfu_inputs.model_flops", partial(model_flops, causal=False))
+    model = make()
+    change(model)
+    if checkpointed:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    flops = flops_of(model)
+    assert counted(model) == flops.training([TOKENS]) + RecomputedFlops(model, flops, None)(COUNTS)
+    assert flops.training([TOKENS]) == flops(COUNTS)
+
+
+def test_lower_layers_that_are_frozen_save_their_attention_inside_a_window_as_well(monkeypatch):
+    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = MistralConfig(**sizes, vocab_size=50, num_key_value_heads=2, head_dim=16, sliding_window=5)
+    config._attn_implementation = "eager"
+    model = MistralForCausalLM(config).train()
+    frozen(*LOWER)(model)
+    pairs = int(pairs_in_window(TOKENS, 5))
+    assert flops_of(model).training([TOKENS]) == flops_of(model)(replace(COUNTS, window_pairs=pairs))
+    monkeypatch.setattr("hf_speedkit.trainer.metrics.mfu_inputs.model_flops", partial(model_flops, causal=False))
+    assert counted(model) == flops_of(model).training([TOKENS])
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
