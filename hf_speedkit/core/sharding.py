@@ -14,6 +14,9 @@ _SMALLEST_JUDGED_BYTES = 128 * 2**20
 _WORTH_A_WARNING_BYTES = GIB
 """What a setting costs on each rank before it is more than a note; the smallest GPU in use has 16 times as much."""
 
+_DECAY_ERROR = {"bfloat16": "0.79 %", "float16": "0.10 %"}
+"""Largest relative change of exp(A_log): values from 2 to 4 are 1/64 and 1/512 apart, half of which is lost."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardGroup:
@@ -65,6 +68,7 @@ class PreparedModel:
         loaded_dtype, stored_dtype: of the trained parameters, before and after they were prepared.
         loaded_bytes, stored_bytes: of the trained parameters, over all ranks together where they are sharded.
         decay: None for a model without such layers.
+        odd_one: a trained parameter of the rarer dtype, with it, where there are two and nothing is sharded.
         tied_wanted: whether the model's config ties input embedding and output head.
         tied: whether they are one tensor.
         layers_checkpointed_twice: layers in a checkpoint wrapper (FSDP's, or one's own) that checkpoint themselves.
@@ -85,6 +89,7 @@ class PreparedModel:
     stored_bytes: int
     weight_bytes: int
     decay: DecayParameters | None = None
+    odd_one: str | None = None
     tied_wanted: bool = False
     tied: bool = False
     layers_checkpointed_twice: int = 0
@@ -145,7 +150,8 @@ def judge_loading(grown_bytes: Sequence[float], model: PreparedModel) -> Finding
 
 def sentence(model: PreparedModel) -> str:
     """What is held and gathered, in one line."""
-    held = f"{model.stored_dtype} weights, {bytes_in_words(model.stored_bytes)} to train"
+    but = "" if model.odd_one is None else f" (but {model.odd_one})"
+    held = f"{model.stored_dtype} weights{but}, {bytes_in_words(model.stored_bytes)} to train"
     if not model.groups:
         return held
     largest = max(model.groups, key=lambda group: group.gathered_bytes)
@@ -226,7 +232,7 @@ def _upcast(model: PreparedModel) -> Finding | None:
 
 def _decay(model: PreparedModel) -> Finding | None:
     decay = model.decay
-    if decay is None or decay.computed == "float32":
+    if decay is None or decay.computed not in _DECAY_ERROR:
         return None
     cast = "" if decay.stored == decay.computed else f" (held in {decay.stored}, and rounded at every use)"
     return _finding(
@@ -234,9 +240,10 @@ def _decay(model: PreparedModel) -> Finding | None:
         Severity.WARNING if model.loaded_dtype == "float32" else Severity.NOTE,
         "rounded_decay",
         f"A_log and dt_bias of {decay.layers} recurrent layers are used in {decay.computed}{cast}",
-        "a bf16 A_log changes a layer's decay by up to 0.79 % (A from 0.02 to 16); long documents add it up",
-        advice="nothing to mend where the checkpoint holds them in bfloat16; FSDP2 cannot hold one parameter of a "
-        "group in another dtype (torch 2.13), so keeping them means fp32 for all: dtype=float32, bf16=False",
+        f"a {decay.computed} A_log changes a layer's decay by up to {_DECAY_ERROR[decay.computed]} (A from 0.02 to "
+        "16); long documents add it up",
+        advice=f"nothing to mend where the checkpoint holds them in {decay.computed}; FSDP2 cannot hold one parameter "
+        "of a group in another dtype (torch 2.13), so keeping them means fp32 for all: dtype=float32, bf16=False",
     )
 
 
@@ -287,7 +294,9 @@ def _low_precision(model: PreparedModel) -> Finding | None:
         severity=Severity.NOTE,
         message="weights are held in bfloat16: an update of less than 1/512 of a weight rounds away",
         evidence=(),
-        advice="bf16=True holds them in fp32, for twice the memory",
+        advice="bf16=True holds them in fp32, for twice the memory"
+        if model.groups
+        else "dtype: float32 holds them in fp32, for twice the memory; bf16=True then computes in bf16 as before",
     )
 
 

@@ -65,6 +65,7 @@ def prepared_model(trainer: SpeedSFTTrainer, loaded: LoadedWeights) -> PreparedM
         stored_bytes=_bytes(trained),
         weight_bytes=loaded.total_bytes,
         decay=_decay(model),
+        odd_one=_odd_one(model),
         tied_wanted=wanted,
         tied=tied,
         layers_checkpointed_twice=_checkpointed_twice(model),
@@ -171,6 +172,15 @@ def _tie(model: Any) -> tuple[bool, bool]:
     if not hasattr(config, "tie_word_embeddings"):  # Qwen2.5-VL: only the whole one has it
         config = model.config
     return bool(config.tie_word_embeddings), inputs.weight is outputs.weight
+
+
+def _odd_one(model: Any) -> str | None:
+    trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+    found = list(trained.values())
+    rarest = min(found, key=found.count, default=None)
+    if len(set(found)) < 2 or shard_groups(model):
+        return None
+    return next(f"{name} in {_name(dtype)}" for name, dtype in trained.items() if dtype == rarest)
 
 
 def _checkpointed_twice(model: Any) -> int:
