@@ -87,6 +87,11 @@ def slowing_switches(args: TrainingArguments, environment: Mapping[str, str] | N
             f"torch_empty_cache_steps={every}: the device is drained and its memory allocated anew that often; leave "
             "it unset, or set 100"
         )
+    if args.include_num_input_tokens_seen != "no":  # transformers 5.23, trainer.py:2740
+        lines.append(
+            "include_num_input_tokens_seen is on: every micro-batch ends in a gather and a read of the device; leave "
+            "it out, speed/total_real_tokens says it without either"
+        )
     lines += [
         f"{name}={environment[name]}: {what}; unset it unless you look for a fault"
         for name, (what, harmless) in _SWITCHES.items()

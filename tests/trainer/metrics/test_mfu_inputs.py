@@ -435,12 +435,14 @@ def test_v71_a_peak_that_counts_sparsity_or_is_no_tflops_is_doubted(monkeypatch,
         ({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, {}, "compared over all ranks"),
         ({"NCCL_P2P_DISABLE": "1"}, {}, "through host memory"),
         ({}, {"torch_empty_cache_steps": 1}, "torch_empty_cache_steps=1"),
+        ({}, {"include_num_input_tokens_seen": "all"}, "a gather and a read of the device"),
         ({}, {"debug": [DebugOption.UNDERFLOW_OVERFLOW]}, "underflow_overflow"),
         ({"CUDA_LAUNCH_BLOCKING": "0", "TORCH_DISTRIBUTED_DEBUG": "INFO"}, {"torch_empty_cache_steps": 100}, None),
     ],
 )
-def test_v61_debugging_that_is_still_on_is_said_with_its_cost(variables, settings, said):
-    values = {"debug": [], "torch_empty_cache_steps": None, "device": torch.device("cuda"), **settings}
+def test_v61_v62_what_slows_every_step_is_said_with_its_cost(variables, settings, said):
+    values = {"debug": [], "torch_empty_cache_steps": None, "device": torch.device("cuda")}
+    values |= {"include_num_input_tokens_seen": "no", **settings}
     lines = slowing_switches(SimpleNamespace(**values), variables)
     assert len(lines) == (said is not None)
     assert all(said in line for line in lines)
