@@ -23,6 +23,7 @@ from hf_speedkit.trainer.hardware import exit_with
 from hf_speedkit.trainer.installed_versions import untested_versions
 
 _SHOWN_CHARACTERS = 400
+_INTERRUPTED = 130  # as shells have it: 128 and the signal's number
 _OWN = "hf_speedkit"
 _FOLDERS = f"{os.sep}__init__.py"
 # Of our own requirements those whose package is called otherwise.
@@ -52,12 +53,16 @@ def broken_install(error: BaseException) -> InstallationError | None:
 def refusals_told() -> Iterator[None]:
     """Around a script's `main`: what we refuse ends it with a message alone, a broken package with one as last words.
 
-    Exits with code 2; see `exit_with`.
+    Exits with code 2; after Ctrl-C with 130, where it was and what is saved of the run. See `exit_with`.
     """
     try:
         yield
     except SpeedkitError as stop:
         exit_with(stop)
+    except KeyboardInterrupt as stop:
+        frame = traceback.extract_tb(stop.__traceback__)[-1]
+        place = f"  it was at {frame.filename}:{frame.lineno}, in {frame.name}"
+        exit_with("\n".join(["Interrupted.", *getattr(stop, "__notes__", ()), place]), _INTERRUPTED)
     except Exception as error:
         broken = broken_install(error)
         if broken is None:

@@ -25,6 +25,8 @@ from hf_speedkit.packing.sampler import PackedBatchSampler
 from hf_speedkit.packing.stream import StreamCollator
 from hf_speedkit.trainer.attach import attach
 from hf_speedkit.trainer.before_loading import kernel_mode, require_kernels, require_parts
+from hf_speedkit.trainer.checkpoints.interrupt import interrupts_told
+from hf_speedkit.trainer.checkpoints.resume import refuse_unread_resume
 from hf_speedkit.trainer.checkpoints.safe import SafeCheckpoints
 from hf_speedkit.trainer.config import settled_config
 from hf_speedkit.trainer.data.answer_rows import as_messages
@@ -238,10 +240,11 @@ class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
             KernelAssertionError, IsolationError: before step 1, on all ranks.
         """
         check_trained(self.model)
+        refuse_unread_resume(self.args, resume_from_checkpoint)
         if not resume_from_checkpoint:
             refuse_existing_run(self.args.output_dir, self._existing_run)
         self._existing_run = None  # from here on what lies there is ours
-        with ExitStack() as self._running:
+        with interrupts_told(self), ExitStack() as self._running:
             self._running.enter_context(self.startup.watched())  # sharding and loading can fail on one rank alone
             self._running.callback(self.recompute.undo)
             self._running.callback(self.offloading.undo)

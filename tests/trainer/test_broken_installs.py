@@ -101,6 +101,14 @@ def test_script_command_line_and_doctor_end_with_it(install, monkeypatch, capsys
     with pytest.raises(SystemExit), refusals_told():
         raise ConfigurationError("refused")
     assert capsys.readouterr().err == "\nConfigurationError: refused\n"
+    stop = KeyboardInterrupt()
+    stop.add_note("checkpoint-2 is complete")
+    with pytest.raises(SystemExit) as ended, refusals_told():
+        raise stop
+    assert ended.value.code == 130
+    said = capsys.readouterr().err
+    assert said.startswith("\nInterrupted.\ncheckpoint-2 is complete\n  it was at ")
+    assert "Traceback" not in said
     with pytest.raises(SystemExit), refusals_told():
         import outer  # noqa: F401
     assert capsys.readouterr().err.endswith("Mend it:  pip install --force-reinstall --no-deps outer\n")

@@ -2,6 +2,6 @@
 
 - the trainer's part, which saves and goes on: safe
 - on the disk: files, folder, run_lock
-- going on: resume, resume_model, sharded_weights
+- stopped and going on: interrupt, resume, resume_model, other_model, sharded_weights
 - the model at the end: export
 """

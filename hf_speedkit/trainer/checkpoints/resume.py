@@ -204,6 +204,12 @@ def _safetensors_damage(path: Path) -> list[str]:
         return [f"{path.name} cannot be read: {error}"]
 
 
+def check_contents(checkpoint: Path, *, fsdp: bool) -> None:
+    """Refuse a checkpoint that a run cannot go on from; see `check_kind` and `refuse_weights_alone`."""
+    check_kind(checkpoint, fsdp=fsdp)
+    refuse_weights_alone(checkpoint)
+
+
 def check_kind(checkpoint: Path, *, fsdp: bool) -> None:
     """Refuse a checkpoint of whole weights for a sharded run, where accelerate would look for a file in vain.
 
@@ -233,6 +239,28 @@ def refuse_weights_alone(checkpoint: Path) -> None:
         "run, and so would the optimizer",
         evidence=("there is neither an optimizer's state nor scheduler.pt in it",),
         mend=f"start a new run from its weights: model_name_or_path={checkpoint}",
+    )
+
+
+def refuse_unread_resume(args: Any, given: str | bool | None) -> None:
+    """Refuse `resume_from_checkpoint` among the settings that `train()` was not handed: a new run would begin.
+
+    transformers leaves it to the script (5.23, training_args.py), and says nothing.
+
+    Args:
+        args: TrainingArguments.
+        given: what `train()` got; None where it got nothing.
+
+    Raises:
+        ConfigurationError: with the call that resumes.
+    """
+    if given is not None or not args.resume_from_checkpoint:
+        return
+    raise ConfigurationError(
+        f"resume_from_checkpoint={args.resume_from_checkpoint!r} is among the settings, and train() was not told: a "
+        "new run would begin",
+        mend="trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)",
+        regardless="trainer.train(resume_from_checkpoint=False) begins a new run",
     )
 
 

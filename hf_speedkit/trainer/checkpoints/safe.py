@@ -37,11 +37,11 @@ from hf_speedkit.trainer.checkpoints.folder import (
     require_space,
     rotate,
 )
+from hf_speedkit.trainer.checkpoints.other_model import refuse_other_model
 from hf_speedkit.trainer.checkpoints.resume import (
     Reader,
-    check_kind,
+    check_contents,
     loading_optimizer,
-    refuse_weights_alone,
     settle_resume,
 )
 from hf_speedkit.trainer.checkpoints.resume_model import refuse_missing_weights, taking_saved_names
@@ -89,16 +89,16 @@ class SafeCheckpoints(StreamedBatches):
             agree(partial(self._take_over, held, saves))
             checkpoint = settle_resume(resume_from_checkpoint, self.args.output_dir, self._reader())
             if checkpoint is not None:
-                agree(partial(check_kind, Path(checkpoint), fsdp=self.is_fsdp_enabled))
-                agree(partial(refuse_weights_alone, Path(checkpoint)))
-                agree(partial(self._refuse_foreign_rows, Path(checkpoint)))
+                agree(partial(self._check_checkpoint, Path(checkpoint)))
             self.resume_stream(checkpoint)
             held.callback(self.release_rows)
             # Without checkpoints there is nothing to write when a signal comes: it ends the process as ever.
             with self.stop_signal.installed(saves):
                 return super().train(checkpoint, *args, **kwargs)
 
-    def _refuse_foreign_rows(self, checkpoint: Path) -> None:
+    def _check_checkpoint(self, checkpoint: Path) -> None:
+        check_contents(checkpoint, fsdp=self.is_fsdp_enabled)
+        refuse_other_model(self.model, checkpoint)
         rows = STREAMED if self.stream is not None else PACKED if self.packing_active else PADDED
         size, ignore = self.args.train_batch_size, self.args.ignore_data_skip
         refuse_foreign_rows(checkpoint, rows=rows, batch_size=size, ignore=ignore)

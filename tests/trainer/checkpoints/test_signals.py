@@ -32,6 +32,21 @@ def test_a_signal_ends_training_with_a_whole_checkpoint_and_the_resumed_run_is_t
     assert losses(resumed) == pytest.approx(run[1], abs=1e-6)
 
 
+def test_ctrl_c_says_what_is_saved_and_how_the_run_goes_on(tmp_path):
+    trainer = small(tmp_path, callbacks=[SignalAt(3, signal.SIGINT)])
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        trainer.train()
+    assert stopped.value.__notes__ == [
+        "interrupted after step 3 of 4: checkpoint-2 is complete; 1 steps since are lost. Go on with "
+        "resume_from_checkpoint=True"
+    ]
+    trainer = small(tmp_path / "none", callbacks=[SignalAt(1, signal.SIGINT)], save_strategy="no")
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        trainer.train()
+    assert "after step 1 of 4, and no checkpoint is in" in stopped.value.__notes__[0]
+    assert "kill -TERM PID" in stopped.value.__notes__[0]
+
+
 def test_a_signal_to_every_process_of_the_job_does_not_take_the_data_away(tmp_path):
     """Slurm's way; without the workers' deafness torch raises "DataLoader worker is killed by signal" in the step."""
 
