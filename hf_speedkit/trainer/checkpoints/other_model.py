@@ -107,7 +107,7 @@ def _saved_shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
         return {name.removeprefix("model."): tuple(e.size) for name, e in saved.items() if hasattr(e, "size")}
     from safetensors import safe_open
 
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118

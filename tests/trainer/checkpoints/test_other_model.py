@@ -75,6 +75,7 @@ def test_sharded_weights_are_told_by_their_metadata(tmp_path):
     ],
     ids=["rank", "alpha", "layers"],
 )
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_so_are_other_adapters(tmp_path, changes, said):
     peft = pytest.importorskip("peft")
     base = {"r": 4, "lora_alpha": 8, "target_modules": ["v_proj", "q_proj"], "task_type": "CAUSAL_LM"}
