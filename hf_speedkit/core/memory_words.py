@@ -18,7 +18,7 @@ def choice_line(choice: MemoryChoice, parameters: int, gpu: str | None) -> str:
     job, setting = choice.plan.job, choice.plan.setting
     what = "adapters" if setting.adapters else "full fine-tune"
     where = gpus_in_words(job.gpus, gpu)
-    line = f"{size_in_words(parameters)} {what}, {where}, {setting.name}: {gib(choice.plan.allocated)} GiB per GPU"
+    line = f"{size_in_words(parameters)} {what}, {where}, {setting.name}: {_sized(choice.plan.allocated)} per GPU"
     return line if choice.fit is None else f"{line}, {verdict(choice)}"
 
 
@@ -34,7 +34,10 @@ def verdict(choice: MemoryChoice) -> str:
 
 
 def parts_line(plan: MemoryPlan) -> str:
-    """Where the memory is highest, and what it is made of, in GiB."""
+    """Where the memory is highest, and what it is made of, in GiB; of a small model each part in a unit of its own."""
+    if plan.allocated < GIB:
+        small = ", ".join(f"{name} {bytes_in_words(size)}" for name, size in plan.parts.items())
+        return f"highest in the {plan.phase}: {small}"
     parts = ", ".join(f"{name} {gib(size)}" for name, size in plan.parts.items())
     return f"highest in the {plan.phase}: {parts} GiB"
 
@@ -97,6 +100,10 @@ def bytes_in_words(size: float) -> str:
             value = size / unit
             return f"{value:,.0f} {name}" if value >= 99.95 else f"{value:.3g} {name}"
     return f"{size:.0f} bytes"
+
+
+def _sized(size: float) -> str:
+    return f"{gib(size)} GiB" if size >= GIB else bytes_in_words(size)
 
 
 def gib(size: float) -> str:

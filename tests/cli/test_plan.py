@@ -95,7 +95,8 @@ def test_a_file_is_tokenized_as_trl_would(tmp_path, model, kind):
 @pytest.mark.parametrize(
     ("template", "roles", "said"),
     [("{{ messages[0].content }}", ("user", "assistant"), None), ("", ("user", "assistant"), "no chat template"),
-     ("{{ '-' }}", ("human", "gpt"), "leaves out every message of 'human', 'gpt'")],
+     ("{{ '-' }}", ("human", "gpt"), "leaves out every message of 'human', 'gpt'"),
+     ("-\n{{ messages | nope }}", ("user", "assistant"), "the chat template fails in line 2")],
 )  # fmt: skip
 def test_sharegpt_files_and_base_tokenizers_are_understood_or_refused(tmp_path, model, template, roles, said):
     tokenizer = tiny_tokenizer()

@@ -28,7 +28,7 @@ def test_a_model_alone_gives_one_line_a_setting_in_80_columns(model):
     assert len(lines) == len(SETTINGS)
     for line, setting in zip(lines, SETTINGS, strict=True):
         assert f", 2 x H200, {setting.name}: " in line
-        assert line.endswith(" GiB per GPU, fits")
+        assert line.endswith(" MiB per GPU, fits")
     assert all(len(line) <= 80 for line in result.output.splitlines())
     assert "highest in the" in result.output
     assert "not needed" in result.output  # checkpointing

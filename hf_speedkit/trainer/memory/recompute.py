@@ -22,7 +22,8 @@ from transformers import TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_speedkit.core.errors import ConfigurationError
-from hf_speedkit.core.memory import GIB, Kept, layers_that_fit, room_for_tensors
+from hf_speedkit.core.memory import Kept, layers_that_fit, room_for_tensors
+from hf_speedkit.core.memory_words import bytes_in_words
 from hf_speedkit.measure.device_memory import DeviceMemory, device_memory
 from hf_speedkit.trainer.memory.kept_products import KeptProducts
 from hf_speedkit.trainer.memory.layer_marks import lay_over
@@ -262,10 +263,10 @@ class RecomputeChoice(TrainerCallback):  # type: ignore[misc]
         alone, with_products = (int(min(column)) for column in zip(*rows, strict=True))
         self._settle(Kept(alone, with_products - alone))
         memory.give_back_cache()
-        sizes = " or ".join(sorted({f"{size / GIB:.2f}" for size in self.kept_bytes.values()}))
+        sizes = " or ".join(sorted(map(bytes_in_words, self.kept_bytes.values())))
         logger.info(
-            "%s; tensors took %.1f GiB of %.1f at most before the backward pass and %.1f in it, a layer keeps %s GiB",
-            self.line(), peaks.forward / GIB, room / GIB, max(peaks.backward) / GIB, sizes,
+            "%s; tensors took %s of %s at most before the backward pass and %s in it, a layer keeps %s",
+            self.line(), *map(bytes_in_words, (peaks.forward, room, max(peaks.backward))), sizes,
         )  # fmt: skip
 
     def _product_bytes(self) -> list[int]:
