@@ -9,8 +9,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum, StrEnum
+from typing import TYPE_CHECKING
 
 from hf_speedkit.core.document_records import DocumentReport as DocumentReport
+from hf_speedkit.core.trace_records import TraceSummary as TraceSummary
+
+if TYPE_CHECKING:
+    from hf_speedkit.core.bench_records import BenchResult as BenchResult
 
 
 class KernelVerdict(StrEnum):
@@ -250,21 +255,6 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuInfo:
-    """One visible GPU, as NVML describes it.
-
-    Args:
-        name: product name.
-        memory_gib: total memory.
-        compute_capability: (major, minor); None where the driver does not say.
-    """
-
-    name: str
-    memory_gib: float
-    compute_capability: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuUsage:
     """Means over one window of one GPU's samples; None for what the driver does not report.
 
@@ -312,6 +302,15 @@ class Environment:
     driver: str | None
     cpu_count: int
     commit: str | None
+
+
+def __getattr__(name: str) -> object:
+    """`BenchResult`, whose module is made of the records of this one."""
+    if name != "BenchResult":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from hf_speedkit.core.bench_records import BenchResult
+
+    return BenchResult
 
 
 def to_dict(record: object) -> dict[str, object]:

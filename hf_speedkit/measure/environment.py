@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from hf_speedkit.core.records import Environment, GpuInfo
+from hf_speedkit.core.records import Environment
 from hf_speedkit.measure.nvml import NvmlUnavailableError, nvml_session, optional, text, visible_handles
 
 PACKAGES = (
@@ -36,6 +37,21 @@ PACKAGES = (
 """Distributions whose version can change a result or a speed."""
 
 _GIT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuInfo:
+    """One visible GPU, as NVML describes it.
+
+    Args:
+        name: product name.
+        memory_gib: total memory.
+        compute_capability: (major, minor); None where the driver does not say.
+    """
+
+    name: str
+    memory_gib: float
+    compute_capability: tuple[int, int] | None = None
 
 
 def collect_environment(*, nvml: Any = None) -> Environment:

@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 
 from hf_speedkit.cli.doctor import NO_COMPILER, diagnose_model
 from hf_speedkit.cli.main import app
-from hf_speedkit.core.records import GpuInfo, KernelVerdict
+from hf_speedkit.core.records import KernelVerdict
 from hf_speedkit.kernels.compatibility import Stack
+from hf_speedkit.measure.environment import GpuInfo
 
 pytestmark = pytest.mark.usefixtures("kernels_tests_on_the_path")
 

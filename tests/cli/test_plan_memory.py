@@ -64,8 +64,8 @@ def test_without_a_gpu_nothing_is_said_about_fitting(model, monkeypatch):
 
 
 def test_the_gpu_of_this_machine_is_taken_where_none_is_named(model, monkeypatch):
-    from hf_speedkit.core.records import GpuInfo
     from hf_speedkit.measure import environment
+    from hf_speedkit.measure.environment import GpuInfo
 
     gpu = GpuInfo(name="NVIDIA L4", memory_gib=22.5, compute_capability="8.9")
     monkeypatch.setattr(environment, "visible_gpus", lambda: (gpu,))

@@ -8,8 +8,8 @@ from importlib import metadata
 import pytest
 from fake_nvml import FakeNvml
 
-from hf_speedkit.core.records import GpuInfo, to_json
-from hf_speedkit.measure.environment import collect_environment, visible_gpus
+from hf_speedkit.core.records import to_json
+from hf_speedkit.measure.environment import GpuInfo, collect_environment, visible_gpus
 
 TWO = ["NVIDIA H100 80GB HBM3", "NVIDIA H200"]
 

@@ -17,9 +17,9 @@ from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
 from hf_speedkit.core.errors import ConfigurationError, HardwareError
 from hf_speedkit.core.memory_choice import Fit
 from hf_speedkit.core.memory_sizes import EIGHT_BIT_ADAMW, FP32_MASTER, LORA, PURE_BF16, QLORA
-from hf_speedkit.core.records import GpuInfo
 from hf_speedkit.kernels.memory_trace import TracedSizes
 from hf_speedkit.measure import environment
+from hf_speedkit.measure.environment import GpuInfo
 from hf_speedkit.trainer.memory.check import bits_of, judge, require_memory, require_memory_of
 from hf_speedkit.trainer.memory.settings import job_of, planned_job, setting_of
 
