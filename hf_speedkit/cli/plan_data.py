@@ -133,7 +133,7 @@ def from_dataset(
     refuse_null_contents(loaded, split)
     tokenizer = _tokenizer(model)
     findings = _findings(loaded, tokenizer, template_arguments)
-    findings += tuple(blank_contents(loaded, text_field, of=f"rows of the {split} dataset"))
+    findings += tuple(blank_contents(loaded, split, text_field))
     counted = loaded.map(
         count_tokens,
         fn_kwargs={"tokenizer": tokenizer, "text_field": text_field, "template_arguments": dict(template_arguments)},

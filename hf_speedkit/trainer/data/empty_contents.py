@@ -90,14 +90,35 @@ def refuse_null_contents(dataset: Any, name: str) -> None:
             )
 
 
-def blank_contents(dataset: Any, text_field: str, *, of: str) -> list[str]:
+def blank_answers(rows: Sequence[Mapping[str, Any]], name: str) -> list[str]:
+    """What to say of blank answers among the first rows of a stream.
+
+    Args:
+        rows: not tokenized.
+        name: of the stream.
+    """
+    found = []
+    for number, row in enumerate(rows):
+        messages = row.get("completion", row.get("messages", row.get("conversations")))
+        if isinstance(messages, list) and any(_role(m) in _ANSWERING and says_nothing(m) for m in messages):
+            found.append(number)
+    if not found:
+        return []
+    return [
+        f"{len(found):,} of the first {len(rows):,} rows of the {name} stream (rows {found[:_SHOWN_ROWS]}) hold an "
+        "answer without a word, which teaches to end a turn at once. Unless that is meant: stream = stream.filter(...)"
+    ]
+
+
+def blank_contents(dataset: Any, name: str, text_field: str) -> list[str]:
     """What to say of answers, questions and texts that are blank: a sentence each, with row numbers and a way out.
 
     Args:
         dataset: not tokenized, map-style; others have none.
+        name: for the sentence.
         text_field: column of plain text.
-        of: what the rows are, "rows of the train dataset".
     """
+    of = f"rows of the {name} dataset"
     said = []
     for found in _conversations(dataset):
         content, role = _key(found.example, "content", "value"), _key(found.example, "role", "from")

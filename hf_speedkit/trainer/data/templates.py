@@ -39,7 +39,7 @@ from hf_speedkit.trainer.data.conversation_refusals import (
     written_roles,
 )
 from hf_speedkit.trainer.data.document_ends import sample_rows
-from hf_speedkit.trainer.data.empty_contents import blank_contents, refuse_null_contents
+from hf_speedkit.trainer.data.empty_contents import blank_answers, blank_contents, refuse_null_contents
 from hf_speedkit.trainer.data.raw_rows import refuse_merged_prompts, trained_questions
 from hf_speedkit.trainer.data.template_faults import named_failure, refuse_broken_template
 
@@ -187,9 +187,8 @@ class TemplateChecks:
 
     def _blank(self, dataset: Dataset | IterableDataset, sample: list[Any], name: str) -> list[str]:
         if isinstance(dataset, Dataset):
-            return blank_contents(dataset, self.text_field, of=f"rows of the {name} dataset")
-        first = Dataset.from_list(sample, on_mixed_types="use_json")
-        return blank_contents(first, self.text_field, of=f"first rows of the {name} stream")
+            return blank_contents(dataset, name, self.text_field)
+        return blank_answers(sample, name)
 
     def _refuse(self, check: Any, name: str) -> Any:
         try:

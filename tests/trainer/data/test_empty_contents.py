@@ -51,7 +51,7 @@ def test_rows_with_nulls_and_blanks_are_counted_named_and_left_out_by_the_line_t
     exec(told.value.mend, names)
     assert len(names["dataset"]) == len(dataset) - 1, "calls and thoughts stay"
     refuse_null_contents(names["dataset"], "train")
-    said = blank_contents(dataset, "text", of="rows of the train dataset")
+    said = blank_contents(dataset, "train", "text")
     answers = next(sentence for sentence in said if "an answer" in sentence)
     rows = [first, first + 3] if shape == "pairs" else [first, first + 1, first + 3]
     assert answers.startswith(f"{len(rows)} of {len(dataset):,} rows of the train dataset (first rows: {rows}) hold")
@@ -59,13 +59,13 @@ def test_rows_with_nulls_and_blanks_are_counted_named_and_left_out_by_the_line_t
     for sentence in said:
         exec(sentence.split("To leave them out: ")[1], names)
     assert len(names["dataset"]) == first + (shape == "pairs"), "an answer within a prompt is not trained on"
-    assert blank_contents(names["dataset"], "text", of="rows") == []
+    assert blank_contents(names["dataset"], "train", "text") == []
 
 
 @pytest.mark.parametrize("row", [{"text": " "}, {"prompt": "w1", "completion": ""}], ids=["text", "completion"])
 def test_blank_texts_are_counted(row):
     dataset = Dataset.from_list([dict.fromkeys(row, "w1 w2"), row])
-    (said,) = blank_contents(dataset, "text", of="rows of the train dataset")
+    (said,) = blank_contents(dataset, "train", "text")
     assert said.startswith(f'1 of 2 rows of the train dataset (first rows: [1]) have a blank "{[*row][-1]}"')
     names = {"dataset": dataset}
     exec(said.split("To leave them out: ")[1], names)
@@ -94,4 +94,4 @@ def test_of_a_stream_the_row_with_a_null_is_named_and_blanks_of_its_first_rows_a
         list(checked_stream(stream, "text"))
     assert len(list(checked_stream(stream, "text", nulls=True))) == 2
     TemplateChecks(tokenizer_with(PLAIN), None, "warn", False).before(stream, "train")
-    assert "2 of 2 first rows of the train stream (first rows: [0, 1])" in caplog.text
+    assert "2 of the first 2 rows of the train stream (rows [0, 1])" in caplog.text
