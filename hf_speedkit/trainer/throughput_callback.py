@@ -39,8 +39,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
     Keys, units and formulas: `hf_speedkit.core.metrics.METRICS`. With `attach(trainer, ThroughputCallback())` they
     reach every tracker, in the same row as the loss. Batches are seen by a forward pre-hook on the model; a trainer
     that knows its counts calls `count` instead. Per step it reads the host clock and queues a few tiny operations: no
-    host read, no wait, no collective. Per logging step: one host read and one all-gather of some 300 numbers, right
-    after the Trainer's own read of the loss.
+    host read, no wait, no collective. Per logging step: one host read and one all-gather of some 300 numbers.
 
     Args:
         flops: model FLOPs of counted tokens, as `hf_speedkit.core.flops.model_flops`. None: by its config, if known.
