@@ -32,7 +32,7 @@ from hf_speedkit.trainer.config import settled_config
 from hf_speedkit.trainer.data.answer_rows import as_messages
 from hf_speedkit.trainer.data.before_weights import check_rows
 from hf_speedkit.trainer.data.inputs import check_packing_request, check_pad_token, embedding_rows, named_datasets
-from hf_speedkit.trainer.data.positions import longest_padding, refuse_chunks
+from hf_speedkit.trainer.data.positions import first_position, longest_padding, refuse_rows
 from hf_speedkit.trainer.data.preparation import PreparedDatasets
 from hf_speedkit.trainer.kernel_callback import activation_dtype
 from hf_speedkit.trainer.memory.check import bits_of, require_memory
@@ -134,7 +134,7 @@ class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
             check_pad_token(self._tokenizer.pad_token_id, self.model)
         if self.packing_active or args.padding_free:
             refuse_leaking_family(self.model.config.get_text_config().model_type)
-            refuse_chunks(self.model.config, args.row_slots if self.packing_active else None)
+            refuse_rows(self.model, args.row_slots if self.packing_active else None)
         if self.packing_active or type(self).compute_loss is DeviceMetrics.compute_loss:
             # Vision-language classes deny it of their own loss, which is not used here; uncounted, an emptier row or
             # micro-batch would weigh as much as a full one.
@@ -147,6 +147,7 @@ class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
                 PackedCollator(
                     self._tokenizer.pad_token_id,
                     args.row_slots,
+                    first_position=first_position(self.model),
                     target_positions=self.own_head,
                     sliding_window=sliding_window(self.model),
                     longest_segment=longest_padding(self.model),

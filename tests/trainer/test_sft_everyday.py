@@ -316,6 +316,18 @@ def test_the_head_of_every_kind_of_model_here_computes_its_own_loss():
         assert [module.training for module in model.modules()] == before
 
 
+def test_v32_a_head_of_another_width_is_told_as_one():
+    from transformers import ElectraConfig, ElectraForCausalLM
+    from trl.trainer.utils import add_fused_lm_head
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = ElectraForCausalLM(ElectraConfig(**sizes, vocab_size=64, embedding_size=16, is_decoder=True))
+    add_fused_lm_head(model)
+    tokens = {"input_ids": probe_tokens(model, torch.device("cpu"))}
+    with pytest.raises(ConfigurationError, match="its output layer does not take the hidden states"):
+        prove_loss_head(model, model, tokens, dtype=None, own=False)
+
+
 @pytest.mark.parametrize("kind", ["an encoder and a decoder", "no causal language model", "return_dict=False"])
 def test_models_of_another_kind_are_refused_before_anything_is_tokenized(tmp_path, kind):
     from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration

@@ -26,13 +26,30 @@ def learned_positions(model: Any) -> int | None:
         model: the transformers model, a PEFT wrapper is fine. Of one for images only the language model is looked at:
             a vision tower's embeddings are of patches.
     """
+    embedding = _embedding(model)
+    if embedding is None:
+        return None
+    stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    rows = int(embedding.weight.shape[0])
+    return min(rows, int(stated or rows)) - first_position(model)
+
+
+def first_position(model: Any) -> int:
+    """Where a model's own positions begin: behind that of padding in RoBERTa and its kin, else at 0 (V14).
+
+    Args:
+        model: as for `learned_positions`.
+    """
+    padding = getattr(_embedding(model), "padding_idx", None)
+    return 0 if padding is None else int(padding) + 1
+
+
+def _embedding(model: Any) -> torch.nn.Embedding | None:
     base = below_adapters(model)
-    config = model.config.get_text_config()
-    stated = getattr(config, "max_position_embeddings", None)
-    decoder = base if config is model.config else base.get_decoder()
+    decoder = base if model.config.get_text_config() is model.config else base.get_decoder()
     for name, module in decoder.named_modules():
         if isinstance(module, torch.nn.Embedding) and name.rpartition(".")[2] in _NAMES:
-            return min(int(module.weight.shape[0]), int(stated)) if stated else int(module.weight.shape[0])
+            return module
     return None
 
 
@@ -62,6 +79,25 @@ def longest_padding(model: Any) -> int | None:
     shared = shared_positions(model.config)
     limits = [limit for limit in (learned_positions(model), shared and shared[1]) if limit]
     return min(limits) if limits else None
+
+
+def refuse_rows(model: Any, row_slots: int | None) -> None:
+    """Refuse rows in which a model would place documents otherwise than alone.
+
+    Args:
+        model: as for `learned_positions`.
+        row_slots: slots of a packed row; None where rows may have any (padding_free).
+
+    Raises:
+        PackingError: see `refuse_chunks`; positions that do not begin at 0, where TRL's collator makes them.
+    """
+    refuse_chunks(model.config, row_slots)
+    first = first_position(model)
+    if row_slots is None and first:
+        raise PackingError(
+            f"positions of {model.config.model_type} begin at {first}, and those of padding_free at 0 (TRL 1.16)",
+            mend="packing=True, whose positions begin where the model's do, or padding_free=False",
+        )
 
 
 def refuse_chunks(config: Any, row_slots: int | None) -> None:

@@ -132,7 +132,13 @@ def prove_loss_head(
         logits = model(**row, use_cache=False, **few).logits[0, -_TOKENS:-1].float()
         targets = ids[0, -len(logits) :]
         expected = torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0]
-        found = model(**row, labels=labels, use_cache=False, fused_lm_head=True).log_probs[0, -len(logits) :]
+        try:
+            found = model(**row, labels=labels, use_cache=False, fused_lm_head=True).log_probs[0, -len(logits) :]
+        except RuntimeError as error:
+            if "shapes cannot be multiplied" not in str(error):
+                raise
+            # ELECTRA: a layer between hidden states and output layer changes their width.
+            raise _other_logits(base, f"its output layer does not take the hidden states: {error}") from error
         difference = float((found.float() - expected).abs().max())
         if own:
             positions = torch.arange(ids.shape[1] - 1 - len(logits), ids.shape[1] - 1, device=ids.device)
@@ -142,12 +148,17 @@ def prove_loss_head(
         dtype = base.get_output_embeddings().weight.dtype
     allowed = _TOLERANCE.get(dtype, _COARSE_TOLERANCE) * max(1.0, float(logits.abs().max()))
     if not difference <= allowed:
-        raise ConfigurationError(
-            f"the loss head of {type(base).__name__} does not compute the loss of the model's own logits",
-            evidence=(
-                f"log-probabilities differ by up to {difference:.2g} (rounding: {allowed:.2g}): the model does more "
-                "than multiply by its output layer's weight",
-            ),
-            mend=_OWN_LOGITS,
+        raise _other_logits(
+            base,
+            f"log-probabilities differ by up to {difference:.2g} (rounding: {allowed:.2g}): the model does more than "
+            "multiply by its output layer's weight",
         )
     return difference
+
+
+def _other_logits(base: Any, evidence: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"the loss head of {type(base).__name__} does not compute the loss of the model's own logits",
+        evidence=(evidence,),
+        mend=_OWN_LOGITS,
+    )

@@ -1,5 +1,7 @@
 """Positions: which a model has, and where the longest document of a row would change what the others train."""
 
+import warnings
+
 import pytest
 import torch
 from support import tiny_hybrid, tiny_llama, tiny_tokenizer, tokenized
@@ -7,7 +9,14 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Llama4Tex
 
 from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
 from hf_speedkit.core.errors import IsolationError, PackingError
-from hf_speedkit.trainer.data.positions import check_lengths, learned_positions, longest_padding, refuse_chunks
+from hf_speedkit.trainer.data.positions import (
+    check_lengths,
+    first_position,
+    learned_positions,
+    longest_padding,
+    refuse_chunks,
+    refuse_rows,
+)
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 8}
@@ -49,6 +58,28 @@ def test_v01_rows_that_attention_would_cut_anywhere_are_refused():
     for slots in (65, None):
         with pytest.raises(PackingError, match="tokens_per_batch=64"):
             refuse_chunks(config, slots)
+
+
+def test_v14_positions_begin_where_the_models_own_do(tmp_path):
+    """RoBERTa's begin behind the index of padding: from 0 it would train embeddings that it never uses."""
+    from transformers import RobertaConfig, RobertaForCausalLM
+
+    ids = {"vocab_size": 64, "pad_token_id": 0, "eos_token_id": 1, "is_decoder": True}
+    model = RobertaForCausalLM(RobertaConfig(**SIZES, **ids, max_position_embeddings=17))
+    assert (first_position(model), learned_positions(model), first_position(tiny_llama())) == (1, 16, 0)
+    args = SpeedSFTConfig(str(tmp_path), use_cpu=True, bf16=False, tokens_per_batch=16, report_to="none")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # TRL's, of compute_loss_func
+        trainer = SpeedSFTTrainer(
+            model, args, train_dataset=tokenized((3, 5)), processing_class=tiny_tokenizer(), compute_loss_func=print
+        )
+    row = trainer.data_collator([trainer.train_dataset[0], trainer.train_dataset[1]])
+    assert row["position_ids"][0].tolist() == [1, 2, 3, 1, 2, 3, 4, 5, *range(1, 9)]
+    inputs = {key: row[key][:, 3:8] for key in ("input_ids", "position_ids")}
+    with torch.no_grad():
+        assert torch.equal(model.eval()(**inputs).logits, model(inputs["input_ids"]).logits)
+    with pytest.raises(PackingError, match="positions of roberta begin at 1"):
+        refuse_rows(model, None)
 
 
 def without_positions():
