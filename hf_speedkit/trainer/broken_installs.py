@@ -62,7 +62,7 @@ def refusals_told() -> Iterator[None]:
     except KeyboardInterrupt as stop:
         frame = traceback.extract_tb(stop.__traceback__)[-1]
         place = f"  it was at {frame.filename}:{frame.lineno}, in {frame.name}"
-        exit_with("\n".join(["Interrupted.", *getattr(stop, "__notes__", ()), place]), _INTERRUPTED)
+        exit_with("\n".join([*getattr(stop, "__notes__", ["Interrupted."]), place]), _INTERRUPTED)
     except Exception as error:
         broken = broken_install(error)
         if broken is None:

@@ -107,7 +107,7 @@ def test_script_command_line_and_doctor_end_with_it(install, monkeypatch, capsys
         raise stop
     assert ended.value.code == 130
     said = capsys.readouterr().err
-    assert said.startswith("\nInterrupted.\ncheckpoint-2 is complete\n  it was at ")
+    assert said.startswith("\ncheckpoint-2 is complete\n  it was at ")
     assert "Traceback" not in said
     with pytest.raises(SystemExit), refusals_told():
         import outer  # noqa: F401

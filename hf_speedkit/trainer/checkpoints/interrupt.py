@@ -25,7 +25,7 @@ def interrupts_told(trainer: Any) -> Iterator[None]:
 
 def _what_is_left(args: Any, state: Any) -> str:
     saved = numbered_checkpoints(args.output_dir)
-    where = f"interrupted after step {state.global_step} of {state.max_steps}"
+    where = f"Interrupted after step {state.global_step} of {state.max_steps}"
     if not saved:
         return (
             f"{where}, and no checkpoint is in {args.output_dir}: nothing is saved. "
@@ -34,5 +34,5 @@ def _what_is_left(args: Any, state: Any) -> str:
         )
     step, path = saved[0]
     lost = state.global_step - step
-    unsaved = f"; {lost} steps since are lost" if lost > 0 else ""
+    unsaved = f"; {lost} step{'s' if lost > 1 else ''} behind it {'are' if lost > 1 else 'is'} lost" if lost > 0 else ""
     return f"{where}: {path.name} is complete{unsaved}. Go on with resume_from_checkpoint=True"

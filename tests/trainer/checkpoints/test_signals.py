@@ -37,7 +37,7 @@ def test_ctrl_c_says_what_is_saved_and_how_the_run_goes_on(tmp_path):
     with pytest.raises(KeyboardInterrupt) as stopped:
         trainer.train()
     assert stopped.value.__notes__ == [
-        "interrupted after step 3 of 4: checkpoint-2 is complete; 1 steps since are lost. Go on with "
+        "Interrupted after step 3 of 4: checkpoint-2 is complete; 1 step behind it is lost. Go on with "
         "resume_from_checkpoint=True"
     ]
     trainer = small(tmp_path / "none", callbacks=[SignalAt(1, signal.SIGINT)], save_strategy="no")
