@@ -36,13 +36,20 @@ class LoopMarker(TrainerCallback):  # type: ignore[misc]
 
     Args:
         observer: the callback to tell.
+        listed: the trainer's callbacks, to which `add_callback` may bring one a second time.
     """
 
-    def __init__(self, observer: LoopObserver) -> None:
+    def __init__(self, observer: LoopObserver, listed: list[TrainerCallback]) -> None:
         self.observer = observer
+        self._listed = listed
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """See the class."""
+        """See the class.
+
+        Raises:
+            ConfigurationError: see `refuse_second`.
+        """
+        refuse_second(self._listed)
         self.observer.after_callbacks("train_begin", args, state, control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -113,7 +120,7 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> None:
         if isinstance(callback, LoopObserver):
             callback.attached = True
             callback.losses = ReturnedLosses(trainer)
-            listed.append(LoopMarker(callback))
+            listed.append(LoopMarker(callback, listed))
     _link_tracing(listed)
 
 

@@ -77,6 +77,16 @@ def test_a_second_one_of_a_kind_that_would_do_everything_twice_is_refused(tmp_pa
         attach(make_trainer(tmp_path), kind(), kind())
 
 
+@pytest.mark.parametrize("again", [True, False], ids=["the_same", "another"])
+def test_one_that_is_added_behind_attach_is_refused_as_training_begins(tmp_path, again):
+    """The same object ended every step twice: half the step time, and a step without tokens behind each."""
+    trainer, callback = make_trainer(tmp_path), ThroughputCallback()
+    attach(trainer, callback)
+    trainer.add_callback(callback if again else ThroughputCallback())
+    with pytest.raises(ConfigurationError, match="two ThroughputCallbacks"):
+        trainer.train()
+
+
 def test_a_trainer_that_brings_its_own_takes_no_second_one_however_it_comes(tmp_path):
     from checkpoint_run import build
 
