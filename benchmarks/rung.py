@@ -18,7 +18,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -158,7 +158,8 @@ def build(rung: Rung, workload: Workload, settings: Mapping[str, Any]) -> Any:
     mean = workload.mean_tokens or MEAN_TOKENS
     # Padded batches hold about 0.6 of the tokens, so that many documents are enough for every rung. An epoch's last
     # steps share its rows evenly, so with accumulation it is longer than the run: 10 steps of 37 rows have 3 empty.
-    epochs = 1.1 if workload.accumulation == 1 else 8.0
+    # One GPU with two micro-batches and two with one draw the same, so that their losses can be compared.
+    epochs = 1.1 if workload.accumulation * world == 1 else 8.0
     documents = int(settings["max_steps"] * workload.accumulation * world * workload.slots / mean * epochs) + 10
     shared: dict[str, Any] = {
         "model": model,
@@ -178,6 +179,25 @@ def build(rung: Rung, workload: Workload, settings: Mapping[str, Any]) -> Any:
     return trainer_class(args=config_class(**settings), **shared)
 
 
+@contextmanager
+def _removed(folder: Path) -> Iterator[str]:
+    try:
+        yield str(folder)
+    finally:
+        if int(os.environ.get("RANK", "0")) == 0:  # the others may end before it has put the trace beside the result
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_folder(out: Path) -> AbstractContextManager[str]:
+    """A folder that goes again: the same one on every rank of a launch, since ranks must agree on `output_dir`."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return tempfile.TemporaryDirectory()
+    launch = os.environ.get("TORCHELASTIC_RUN_ID", "") + os.environ.get("MASTER_PORT", "")
+    folder = Path(tempfile.gettempdir()) / f"rung_{out.stem}_{launch}"
+    folder.mkdir(exist_ok=True)
+    return _removed(folder)
+
+
 def main() -> None:
     """Run, write the result."""
     given = arguments()
@@ -185,6 +205,7 @@ def main() -> None:
     if given.layers:
         workload = replace(workload, layers=given.layers, name=f"{workload.geometry}-{given.layers}")
     os.environ.update(rung.environment)
+    given.out.parent.mkdir(parents=True, exist_ok=True)  # before what is to be written costs minutes
     with ExitStack() as open_now:
         if rung.way in ("seed", "stock-fallback"):
             # As if they were not installed: import raises ModuleNotFoundError and find_spec gives None.
@@ -193,7 +214,7 @@ def main() -> None:
             import seed_fallback
 
             open_now.enter_context(seed_fallback.bound())
-        directory = Path(open_now.enter_context(tempfile.TemporaryDirectory()))
+        directory = Path(open_now.enter_context(run_folder(given.out)))
         # A folder of its own inside: SpeedSFTTrainer refuses one that holds another run.
         settings = settings_of(rung, workload, given, str(directory / "run"))
         result = run(rung, workload, given, settings)
@@ -231,7 +252,6 @@ def write(path: Path, result: Any) -> None:
     """The result as a file, and its figures on the screen."""
     from hf_speedkit.core.bench_records import as_text
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(as_text(result), encoding="utf-8")
     print(result.workload, result.name, json.dumps({key: round(value, 4) for key, value in result.rates.items()}))
 

@@ -147,6 +147,12 @@ def _drop(group: Any) -> None:
     # group's is taken and freed together, so the first one tells.
     written = group.fsdp_params[0].all_gather_outputs if group.is_sharded and group.fsdp_params else ()
     if written and written[0].untyped_storage().size():
+        # torch's end of a backward pass has forgotten the gather without holding training up for it: on two H200 (torch
+        # 2.11) weights were written into the tensors that took this memory next, in 20 of 22 backward passes behind a
+        # pass without one (benchmarks/results/first_look/2026-11-30_2xh200_gathers_let_go_of.json).
+        stream = getattr(group.comm_ctx, "all_gather_stream", None)
+        if stream is not None:
+            group.device_handle.current_stream().wait_stream(stream)
         for param in group.fsdp_params:
             param.free_unsharded_param()
 

@@ -23,7 +23,8 @@ from fsdp_run import Gradients, lone_head, losses
 from support import tiny_llama, tiny_tokenizer, tokenized
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from two_process_run import LENGTHS
-from unused_gathers_run import after_training, in_training
+from unused_gathers_run import after_training, in_training, written_behind
+from zero_copy_run import sharded
 
 from hf_speedkit.trainer.launching import announce_sharding
 
@@ -138,6 +139,8 @@ def unused(path, rank):
     how = {"device": "cuda", "model": {"width": 1024}}
     return {
         "copied": in_training(False, **how), "direct": in_training(True, **how), "after": after_training(**how),
+        # Gathers of 268 MB a weight take a millisecond, and zeros are asked for as soon as the backward pass ends.
+        "written behind": written_behind(sharded(device="cuda", model={"width": 8192})),
     }  # fmt: skip
 
 

@@ -66,6 +66,7 @@ def test_what_was_gathered_for_layers_that_did_not_run_is_neither_held_nor_used(
             assert all(case == [[], []] for case in said[how].values()), said[how]
         for held, as_before, *wrong in said["after"].values():
             assert (held, as_before, wrong) == ([], True, [[], [], []])
+        assert said["written behind"] == [0.0] * 5
 
 
 def test_a_rank_that_stands_still_ends_the_run_under_nccl(tmp_path, free_port):

@@ -5,6 +5,7 @@ import json
 import re
 import socket
 from collections import namedtuple
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group as torchs
 from zero_copy_run import STEPS, VARIANTS, rank_main
 
 from hf_speedkit.trainer.sharded import zero_copy, zero_copy_proof
+from hf_speedkit.trainer.sharded.ahead import _drop
 from hf_speedkit.trainer.sharded.gradient_memory import ReduceScatterInOneMemory
 
 two = pytest.mark.two_process
@@ -91,10 +93,29 @@ def test_what_does_it_wrong_if_on_one_rank_only_is_found_out_and_all_ranks_copy(
 def test_behind_a_pass_in_which_layers_did_not_run_nothing_is_held_and_weights_that_changed_are_used(ranks, how):
     """Ahead of them they were gathered: torch would take those for their weights whenever they run."""
     for said in ranks:
-        assert said["not run"][how].keys() >= {"stops early", "leaves one out", "fails", "below the root", "twice"}
+        cases = {"stops early", "leaves one out", "fails", "below the root", "twice", "aims behind"}
+        assert said["not run"][how].keys() >= cases
         for name, (held, wrong) in said["not run"][how].items():
             assert held == [], name
             assert wrong == [], name
+
+
+def test_memory_is_let_go_of_behind_the_gathers_also_where_torch_has_forgotten_one():
+    """On two H200, torch's own wait for it did not hold, and others' tensors were written over."""
+    did = []
+    training = SimpleNamespace(wait_stream=lambda other: did.append(f"training waits for {other}"))
+    weight = SimpleNamespace(all_gather_outputs=[torch.ones(4)], free_unsharded_param=lambda: did.append("freed"))
+    group = SimpleNamespace(
+        _all_gather_result=None, is_sharded=True, fsdp_params=[weight],
+        comm_ctx=SimpleNamespace(all_gather_stream="gathers"),
+        device_handle=SimpleNamespace(current_stream=lambda: training),
+    )  # fmt: skip
+    _drop(group)
+    assert did == ["training waits for gathers", "freed"]
+    did.clear()
+    group.is_sharded = False  # in use
+    _drop(group)
+    assert did == []
 
 
 @two

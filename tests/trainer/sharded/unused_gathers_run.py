@@ -24,9 +24,10 @@ def groups(tower):
     """FSDP2's groups by the names of their modules; of a unit of several modules, the first."""
     found = {}
     for name, module in tower.named_modules():
-        for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ():
-            if group not in found.values():
-                found[name] = group
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            here = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one before torch 2.13
+            found.update((name, group) for group in here if group is not None and group not in found.values())
     return found
 
 
@@ -105,12 +106,20 @@ def twice(tower):
     sum(losses).backward()
 
 
+def aims_behind(tower):
+    """No layer is left out, but at the embedding's gradient torch gathers the last layer of the pass before."""
+    with torch.no_grad():
+        tower(rows(tower))
+    tower(rows(tower)).square().mean().backward()
+
+
 CASES = {
     "stops early": (stops_early, "loaded"),
     "leaves one out": (leaves_one_out, "stepped"),
     "fails": (fails, "stepped"),
     "below the root": (below_the_root, "stepped"),
     "twice": (twice, "stepped"),
+    "aims behind": (aims_behind, "stepped"),
 }
 
 
@@ -129,6 +138,31 @@ def in_training(without_copies, **how):
             with torch.no_grad():
                 tower(rows(tower))
     return said
+
+
+def _keep(held, _module, _given, output):
+    held.append(output)
+
+
+def written_behind(tower, passes=5):
+    """The largest number in zeros that take memory as soon as a backward pass ends: weights that arrive late show.
+
+    Behind a pass without a backward one, torch gathers that pass's last layer once more when the gradient reaches the
+    embedding, and nothing waits for it.
+    """
+    with corrected_gathers(tower, prefetch_layers=1):
+        largest = []
+        for _ in range(passes):
+            with torch.no_grad():
+                tower(rows(tower))
+            embedded = []
+            handle = tower.get_input_embeddings().register_forward_hook(partial(_keep, embedded))
+            torch.autograd.grad(tower(rows(tower)).square().mean(), embedded[0])
+            handle.remove()
+            width, device = tower.head.in_features, tower.head.weight.device
+            zeros = [torch.zeros(2 * width, width, device=device) for _ in range(6)]
+            largest.append(max(float(one.abs().max()) for one in zeros))
+    return largest
 
 
 class Stop(KeyboardInterrupt):
