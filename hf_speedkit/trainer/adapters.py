@@ -21,10 +21,11 @@ def require_adapters(settings: Mapping[str, object]) -> None:
 
     Args:
         settings: the job's settings by their names in the YAML file. Read here: `use_peft`, `load_in_4bit`,
-            `load_in_8bit`, `random_weights`.
+            `load_in_8bit`, `random_weights`, and whether `lora_...` settings stand alone.
 
     Raises:
-        ConfigurationError: peft or bitsandbytes is missing, or quantized weights would be trained or drawn.
+        ConfigurationError: peft or bitsandbytes is missing, quantized weights would be trained or drawn, or settings of
+            adapters are there that nobody asks for.
     """
     quantized = [name for name in _QUANTIZED if is_on(settings.get(name))]
     adapted = is_on(settings.get("use_peft"))
@@ -37,6 +38,13 @@ def require_adapters(settings: Mapping[str, object]) -> None:
         raise ConfigurationError(
             f"{quantized[0]} with random_weights: weights are quantized while a checkpoint is read",
             mend=f"set random_weights: false, or leave {quantized[0]} out",
+        )
+    lone = [name for name in settings if name.startswith("lora_")] if "use_peft" not in settings else []
+    if lone:
+        raise ConfigurationError(
+            f"{', '.join(lone)} without use_peft: no adapter would be made, and every weight trained",
+            mend="set use_peft: true",
+            regardless="use_peft: false says that it is meant so",
         )
     if adapted and not is_installed("peft"):
         raise ConfigurationError("use_peft is on, and the package 'peft' is not installed", mend="pip install peft")

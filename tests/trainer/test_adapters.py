@@ -26,6 +26,7 @@ def installed(monkeypatch):
         ({"use_peft": "true", "load_in_4bit": "true"}, ("peft",), "load_in_4bit is on, .*'bitsandbytes'"),
         ({"use_peft": True, "load_in_8bit": True}, ("peft",), "load_in_8bit is on, .*'bitsandbytes'"),
         ({"load_in_4bit": True}, ("peft", "bitsandbytes"), "nothing would be trained"),
+        ({"lora_r": 8, "lora_alpha": 16}, ("peft",), "lora_r, lora_alpha without use_peft: .*every weight trained"),
         (
             {"use_peft": True, "load_in_4bit": True, "random_weights": True},
             ("peft", "bitsandbytes"),
@@ -42,7 +43,12 @@ def test_adapters_that_cannot_be_made_are_refused_before_a_download(installed, s
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"use_peft": False, "load_in_4bit": "false"}, {"use_peft": True}, {"use_peft": True, "load_in_4bit": True}],
+    [
+        {},
+        {"use_peft": False, "load_in_4bit": "false", "lora_r": 8},
+        {"use_peft": True, "lora_r": 8},
+        {"use_peft": True, "load_in_4bit": True},
+    ],
 )
 def test_what_is_there_is_not_asked_for(installed, settings):
     installed("peft", "bitsandbytes")

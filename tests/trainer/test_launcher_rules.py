@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_speedkit import SpeedSFTConfig
+from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.trainer import launcher_rules
 from hf_speedkit.trainer.combination_rules import check_combinations
@@ -196,6 +196,15 @@ BEST = {"load_best_model_at_end": True, "save_strategy": "steps", "eval_strategy
 def test_a_setting_without_the_one_that_it_needs_is_refused(given, said, tmp_path):
     with pytest.raises(ConfigurationError, match=f"(?s){said}"):
         SpeedSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **given)
+
+
+@pytest.mark.parametrize(
+    "given", [{"eval_strategy": "epoch"}, {"eval_on_start": True}], ids=lambda given: next(iter(given))
+)
+def test_an_evaluation_without_rows_is_refused_before_anything_is_loaded(given, tmp_path):
+    args = SpeedSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **given)
+    with pytest.raises(ConfigurationError, match=f"{next(iter(given))}=.*there is no eval_dataset"):
+        SpeedSFTTrainer("no/model", args)
 
 
 def test_settings_that_go_together_pass():

@@ -86,8 +86,8 @@ def _saved(path: Path) -> dict[str, Any]:
 
 
 def _adapter_config(model: Any) -> dict[str, Any]:
-    config = model.peft_config[model.active_adapter] if isinstance(model.active_adapter, str) else None
-    return {} if config is None else dict(config.to_dict())
+    name = model.active_adapter
+    return dict(model.peft_config[name].to_dict()) if isinstance(name, str) else {}  # of several nothing is said
 
 
 def _own_shapes(model: Any, *, adapters: bool) -> dict[str, tuple[int, ...]]:
@@ -95,7 +95,10 @@ def _own_shapes(model: Any, *, adapters: bool) -> dict[str, tuple[int, ...]]:
         return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     from peft import get_peft_model_state_dict
 
-    return {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(model).items()}
+    if not isinstance(model.active_adapter, str):
+        return {}
+    state = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
 def _saved_shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
