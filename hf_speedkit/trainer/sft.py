@@ -159,9 +159,7 @@ class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(CompactProgress())
         self.recompute = RecomputeChoice(
-            args.activation_checkpointing_layers,
-            packed=self.packing_active,
-            keep=args.activation_checkpointing_keep,
+            args.activation_checkpointing_layers, packed=self.packing_active, keep=args.activation_checkpointing_keep
         )
         self.add_callback(self.recompute)
         self.offloading = OffloadChoice(args.activation_offloading_layers, self.recompute)
