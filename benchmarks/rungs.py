@@ -63,6 +63,7 @@ ONE_OFF = (
     _minus("fused norms", fused_layers_exclude=["rms_norm", "gated_norm"]),
     _minus("fused SwiGLU", fused_layers_exclude=["swiglu"]),
     _minus("qk rotary", fused_layers_exclude=["qk_rotary"]),
+    Rung(name="speedkit minus fused LoRA", way="speedkit", settings={"fused_lora": False}, lora_only=True),
     _minus("packed attention", packed_attention="keep"),
     _minus("loss head", loss_head="trl"),
     _minus("fused optimizer", fused_optimizer=False),
@@ -82,7 +83,6 @@ CHOICES = (
         way="trl",
         settings={"activation_checkpointing_kwargs": {"use_reentrant": False, "selective": True}},
     ),
-    Rung(name="speedkit, fused LoRA", way="speedkit", settings={"fused_lora": True}, lora_only=True),
     Rung(name="speedkit, FlashQLA", way="speedkit", environment={"FLA_FLASH_QLA": "1"}, hybrid_only=True),
 )
 """Free choice within the memory of the device."""

@@ -52,7 +52,7 @@ def stated():
     floors = re.search(r"benchmarks/results/(\S+_floors\.json)", (ROOT / "docs/speed.md").read_text(encoding="utf-8"))
     left = {row["group"]: row["left_percent"] for row in result(floors.group(1))["rows"]}
     cost = result("2026-11-29_h200_callback_overhead.json")["rates"]
-    learned = result("2026-11-30_h200_accuracy_27b-8.json")["verdict"]
+    learned, small = (result(f"2026-11-30_h200_accuracy_{task}.json")["verdict"] for task in ("27b-8", "tiny"))
     first = result("2026-11-29_2xh200_27b_fsdp2_first_run.json")
     steady = {}
     for found in committed():
@@ -70,8 +70,17 @@ def stated():
         for run in ("2026-11-29_2xh200_27b-64_speedkit", "2026-11-30_2xh200_27b-64_speedkit",
                     "2026-11-30_2xh200_27b-64_zero_copy")
     ]  # fmt: skip
-    cold, warm = (result(f"ladder/27b-8_speedkit_rep{number}.json")["startup_s"] for number in (1, 2))
-    qla, ours = (result(f"ladder/27b-8_speedkit{name}_rep1.json") for name in ("-flashqla", ""))
+    earlier = "steps/2026-11-30_h200_27b-8_"
+    cold, warm = (
+        result(f"{run}.json")["startup_s"] for run in (f"{earlier}speedkit_rep1", "ladder/27b-8_speedkit_rep2")
+    )
+    qla, ours = (result(f"{earlier}speedkit{name}_rep1.json") for name in ("-flashqla", ""))
+    rates = {name: [run.rates[rate] for run in committed() if run.name == name and run.workload == "27b-8"]
+             for name in ("seed", "trl", "speedkit")}  # fmt: skip
+    seed, trl, speedkit = (median(of) for of in rates.values())
+    lora = {name: [run.rates[rate] for run in committed() if run.name == name and run.workload == "27b-8-lora"]
+            for name in ("speedkit", "speedkit minus fused LoRA", "trl")}  # fmt: skip
+    with_it, without, by_trl = (f"{median(of):,.0f}" for of in lora.values())
     cut = result("2026-11-30_h200_27b-8_floors.json")
     host, packing = result("host_costs.json"), result("2026-11-29_packing_table.json")
     checksums, shell, scale = host["checksums_mb_per_cpu_second"], host["shell"], packing["scale"]
@@ -83,6 +92,10 @@ def stated():
             f"{cost['overhead_with_counting_percent']:.2f} % with one step in a hundred counted",
             f"({first['peak_memory_gib']:.0f} GiB a GPU at the least",
             f"are {learned['gap']:.3f} apart, those of two seeds {learned['noise']:.2f}",
+            f"200 steps of a tiny model {small['gap']:.4f} and {small['noise']:.3f}",
+            f"{speedkit / trl:.2f} times as fast as `trl` over all steady steps",
+            f"its two runs are {100 * (max(rates['trl']) / min(rates['trl']) - 1):.1f} % apart",
+            f"{speedkit / seed:.2f} times as fast as `seed`",
             *(f"{min(steady[name])} to {max(steady[name])} of `{name}`" for name in ("27b-8", "27b-64")),
         ],
         "docs/fsdp2.md": [
@@ -96,6 +109,17 @@ def stated():
             f"{qla['device_groups_s']['linear attention'] * 1e3:.1f} ms a step instead of "
             f"{ours['device_groups_s']['linear attention'] * 1e3:.1f}",
             f"{median_step_rate(qla):,.0f} real tokens/s in the median step instead of {median_step_rate(ours):,.0f}",
+            f"{with_it} real tokens/s, {without} with peft's own forward (`fused_lora: false`), {by_trl} by TRL",
+            shares(
+                f"{earlier}speedkit",
+                "Fused layers",
+                "packed attention",
+                "loss head",
+                "fused optimizer",
+                "`qk_rotary`",
+                "split convolution",
+            ).replace(",", " %,", 1),
+            shares("ladder/27b-8_speedkit", "fused norms alone", "non-blocking copies", "fused SwiGLU"),
             f"{cut['step_ms']:.1f} ms, of which they explain {sum(row['floor_ms'] for row in cut['rows']):.1f}",
         ],
         "docs/checkpoints.md": [
@@ -108,6 +132,16 @@ def stated():
             f"planned in {scale['planning_cpu_s']:.0f} CPU s and dealt in {scale['dealing_cpu_s']:.1f} CPU s",
         ],
     }
+
+
+def shares(whole, *items):
+    """By how many per cent the median step's time per token is longer without each item, in words."""
+    rate = median(median_step_rate(result(f"{whole}_rep{number}.json")) for number in (1, 2, 3))
+    said = []
+    for item in items:
+        name = item.strip("`").removesuffix(" alone").lower().translate(str.maketrans(" _", "--"))
+        said.append(f"{item} {100 * (rate / median_step_rate(result(f'{whole}-minus-{name}_rep1.json')) - 1):.1f}")
+    return ", ".join(said)
 
 
 def median_step_rate(run):

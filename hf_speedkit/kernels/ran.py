@@ -58,7 +58,8 @@ That is as right, and what transformers runs; no reason to stop a job."""
 
 _HANDED_ON: Mapping[str, Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
-        # flash-qla 0.1.3, as a trace of an H200 has them (benchmarks/results/ladder/27b-8_speedkit-flashqla_rep1.json).
+        # flash-qla 0.1.3, as a trace of an H200 has them (benchmarks/results/steps/
+        # 2026-11-30_h200_27b-8_speedkit-flashqla_rep1.json).
         "chunk_gated_delta_rule": {"FlashQLA": (r"tilelang_fused_chunk_gdr_fwd", r"tilelang_fused_chunk_gdr_bwd")},
         "chunk_kda": {},
     }

@@ -29,7 +29,7 @@ def test_a_dense_model_has_no_fallback_to_measure():
 
 
 def test_a_full_fine_tune_has_no_adapters_to_measure():
-    fused = "speedkit, fused LoRA"
+    fused = "speedkit minus fused LoRA"
     assert [rung.name for rung in selected([fused], WORKLOADS["27b-8-lora"])] == [fused]
     assert selected([fused], WORKLOADS["27b-8"]) == []
 

@@ -117,10 +117,14 @@ def test_a_run_has_the_same_losses_with_and_without_and_says_what_runs(tmp_path,
 
 @pytest.mark.parametrize(
     ("given", "left"),
-    [({}, ("lora",)), ({"fused_lora": True}, ()), ({"fused_layers_exclude": ["swiglu"]}, ("swiglu", "lora"))],
-    ids=["default", "on", "others"],
+    [
+        ({}, ()),
+        ({"fused_lora": False}, ("lora",)),
+        ({"fused_lora": False, "fused_layers_exclude": ["swiglu"]}, ("swiglu", "lora")),
+    ],
+    ids=["default", "off", "others"],
 )
-def test_adapters_are_fused_by_choice_only(tmp_path, given, left):
+def test_adapters_are_fused_unless_one_says_no(tmp_path, given, left):
     assert settings(tmp_path, **given).unfused_layers == left
 
 
