@@ -20,7 +20,7 @@ from hf_speedkit.trainer.adapters import adapter_config, require_adapters
 from hf_speedkit.trainer.broken_installs import refusals_told
 from hf_speedkit.trainer.hardware import require_hardware
 from hf_speedkit.trainer.hub_access import require_hub_for
-from hf_speedkit.trainer.job_settings import options, require_named, settings, unusable, without_option
+from hf_speedkit.trainer.job_settings import options, require_named, take_settings, unusable, without_option
 from hf_speedkit.trainer.launching import announce_ranks, announce_sharding
 from hf_speedkit.trainer.machine import prepare_process, tell_slow_imports, use_all_cores
 from hf_speedkit.trainer.trackers import require_trackers
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> None:
     """Data, model, trainer, in that order: a wrong split is told before 54 GB are read."""
     config = config_file(argv)
     # Before any heavy import and any download: a machine that cannot run the job says so in seconds.
-    job = settings(config, argv)
+    job = take_settings(config, argv)
     if not {"--help", "-h"} & set(argv):
         require_named(job)
         require_hardware(job, command=TINY)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,29 @@ def settings(config: Path, argv: Sequence[str]) -> dict[str, Any]:
             mend="write one `key: value` a line",
         )
     return values | {name: _plain(value) for name, value in options(argv)}
+
+
+def take_settings(
+    config: Path, argv: Sequence[str], environment: MutableMapping[str, str] | None = None
+) -> dict[str, Any]:
+    """The job's settings, see `settings`; the variables of the file's `env:` are set now.
+
+    TrlParser (trl 1.16) sets them too late: torch is there, and wandb's login was asked for.
+
+    Args:
+        config, argv: see `settings`.
+        environment: os.environ unless given.
+
+    Raises:
+        ConfigurationError: see `settings`; `env` is no mapping.
+    """
+    job = settings(config, argv)
+    given = job.get("env")
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigurationError(f"env: {given!r} holds no variables", mend="env: {WANDB_PROJECT: mine}")
+    environment = os.environ if environment is None else environment
+    environment.update({str(name): str(value) for name, value in (given or {}).items()})
+    return job
 
 
 def _refuse_doubled(node: yaml.Node | None, config: Path) -> None:

@@ -107,7 +107,7 @@ def test_the_cpu_config_starts_two_processes_that_stay_on_the_cpu(launched):
     assert given.nproc_per_node == "2"
     # Not handed on by this launcher: the tiny job's own use_cpu is what keeps it off a GPU.
     assert "ACCELERATE_USE_CPU" not in environment
-    assert recipe.settings(TINY, [])["use_cpu"] is True
+    assert recipe.take_settings(TINY, [])["use_cpu"] is True
     assert "ACCELERATE_USE_FSDP" not in environment
 
 

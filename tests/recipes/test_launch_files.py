@@ -140,7 +140,7 @@ def test_the_jobset_is_whole():
 def test_a_launcher_that_says_nothing_of_fsdp_still_shards_inside_each_machine():
     # What torchrun sets on 2 machines of 8 GPUs; the rest comes from the job's YAML file.
     environment = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "RANK": "11", "LOCAL_RANK": "3"}
-    announce_sharding(recipe.settings(REAL, ["--hybrid_sharding", "true"]), environment)
+    announce_sharding(recipe.take_settings(REAL, ["--hybrid_sharding", "true"]), environment)
     assert environment["ACCELERATE_USE_FSDP"] == "true"
     assert environment["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] == "2"
     assert environment["PARALLELISM_CONFIG_DP_SHARD_SIZE"] == "8"

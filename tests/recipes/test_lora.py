@@ -20,7 +20,7 @@ TINY = RECIPES / "tiny_sft.yaml"
 
 
 def test_the_real_job_is_what_it_says():
-    values = recipe.settings(LORA, [])
+    values = recipe.take_settings(LORA, [])
     script, args, model = recipe.parse(LORA, ["--tf32", "false"])  # tf32 cannot be asked for without a GPU
     assert (model.use_peft, model.lora_r, model.lora_target_modules) == (True, 16, "all-linear")
     assert values["tf32"] is True
@@ -43,7 +43,7 @@ class Gpu:
 
 
 def test_one_80_gb_gpu_is_enough_and_one_of_48_is_not():
-    job = recipe.settings(LORA, [])
+    job = recipe.take_settings(LORA, [])
     given = {"world_size": 1, "local_world_size": 1, "command": "tiny"}
     assert find_missing_hardware(job, gpus=[Gpu()], **given) is None
     small = Gpu()

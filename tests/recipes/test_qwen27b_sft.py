@@ -63,7 +63,7 @@ def test_a_config_that_is_not_there_is_named():
     ],
 )
 def test_the_command_line_goes_over_the_file(argv, expected):
-    values = recipe.settings(REAL, argv)
+    values = recipe.take_settings(REAL, argv)
     assert {key: values[key] for key in expected} == expected
 
 
@@ -111,7 +111,7 @@ def test_a_file_without_settings_is_refused_with_what_it_is(tmp_path, content, s
     path = tmp_path / "job.yaml"
     path.write_bytes(content)
     with pytest.raises(ConfigurationError, match="holds no settings") as refused:
-        recipe.settings(path, [])
+        recipe.take_settings(path, [])
     assert said in str(refused.value)
 
 
@@ -128,9 +128,20 @@ def test_a_key_that_stands_twice_is_refused_where_yaml_takes_the_last(tmp_path, 
     path = tmp_path / "job.yaml"
     path.write_text(content)
     with pytest.raises(ConfigurationError, match=said or "b stands twice"):
-        recipe.settings(path, [])
+        recipe.take_settings(path, [])
     path.write_text("a: {x: 1}\nb: {x: 1}\n")
-    assert recipe.settings(path, []) == {"a": {"x": 1}, "b": {"x": 1}}
+    assert recipe.take_settings(path, []) == {"a": {"x": 1}, "b": {"x": 1}}
+
+
+def test_variables_of_the_file_are_set_before_anything_looks_at_them(tmp_path):
+    """TRL's parser sets them when wandb's login has been asked for: WANDB_MODE=offline there was refused."""
+    path, environment = tmp_path / "job.yaml", {"WANDB_MODE": "online"}
+    path.write_text("seed: 1\nenv: {WANDB_MODE: offline, OMP_NUM_THREADS: 4}\n")
+    assert recipe.take_settings(path, [], environment)["seed"] == 1
+    assert environment == {"WANDB_MODE": "offline", "OMP_NUM_THREADS": "4"}
+    path.write_text("env: WANDB_MODE=offline\n")
+    with pytest.raises(ConfigurationError, match="env: 'WANDB_MODE=offline' holds no variables"):
+        recipe.take_settings(path, [], environment)
 
 
 @pytest.mark.parametrize(

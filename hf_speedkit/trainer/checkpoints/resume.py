@@ -13,12 +13,13 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hf_speedkit.core.errors import CheckpointError, ConfigurationError
 from hf_speedkit.trainer.checkpoints.files import cause_of, damage, numbered_checkpoints, read_manifest
-from hf_speedkit.trainer.ranks.agreement import gather_agreed
+from hf_speedkit.trainer.ranks.agreement import agree, gather_agreed
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ def settle_resume(resume: str | bool | None, output_dir: str | Path, reader: Rea
 
 
 def _named(path: Path, output_dir: Path, reader: Reader) -> str:
+    agree(partial(_refuse_no_checkpoint, path))
     problems = _problems(path, reader)
     if problems:
         others = [other for _, other in numbered_checkpoints(output_dir) if other.resolve() != path.resolve()]
@@ -100,6 +102,21 @@ def _named(path: Path, output_dir: Path, reader: Reader) -> str:
             + (f" of {len(others)} more in output_dir" if others else ""),
         )
     return str(path)
+
+
+def _refuse_no_checkpoint(path: Path) -> None:
+    """Tell a path that is none, and a run's folder, from a save that did not end."""
+    inside = [other.name for _, other in numbered_checkpoints(path)] if path.is_dir() else []
+    if path.is_dir() and (not inside or (path / "trainer_state.json").is_file()):
+        return
+    raise CheckpointError(
+        f"{str(path)!r} is a run's folder, and no checkpoint"
+        if inside
+        else f"there is no checkpoint {str(path)!r}: {'it is a file' if path.is_file() else 'nothing is there'}",
+        mend=f"resume_from_checkpoint={path / inside[0]}"
+        if inside
+        else "correct the path; resume_from_checkpoint=True takes the last good one in output_dir",
+    )
 
 
 def _problems(path: Path, reader: Reader) -> list[str]:

@@ -53,6 +53,19 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_message_and_refused_by_name(
     assert "resume_from_checkpoint=True takes the last good one" in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("nowhere", "there is no checkpoint .*: nothing is there"),
+        ("README.md", "it is a file"),
+        (".", "(?s)is a run's folder, and no checkpoint.*resume_from_checkpoint=.*checkpoint-4$"),
+    ],
+)
+def test_a_path_that_is_no_checkpoint_is_told_from_a_save_that_did_not_end(copy, path, said):
+    with pytest.raises(CheckpointError, match=said):
+        settle_resume(str(copy / path), copy, Reader())
+
+
 def test_each_rank_reads_a_share_of_the_bytes_and_together_they_read_all(copy):
     flip(copy / "checkpoint-4" / "model.safetensors")
     chosen = [settle_resume(True, copy, Reader(index=index, count=3)) for index in range(3)]
