@@ -2,6 +2,7 @@
 
 import logging
 import re
+from contextlib import nullcontext
 
 import pytest
 from chat_rows import (
@@ -49,6 +50,26 @@ def test_v82_answers_that_cannot_be_told_are_refused_with_the_mend(tmp_path, row
     with pytest.raises(SpeedkitError, match=re.escape(said)) as refused:
         trainer_for(tmp_path, Dataset.from_list(list(rows)), template, assistant_only_loss=True)
     assert mend in refused.value.mend
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])
+@pytest.mark.parametrize(
+    ("mask", "said"),
+    [
+        ([0, 1, 1, 1, 1], "5 values"),  # TRL leaves its end out, wherever it was meant to begin
+        ([0, 1], "2 values"),
+        (None, "0 values"),
+        ([0, 0.5, 1, 2], "0.5 in its"),
+        ([0, 1, 1, 1], None),
+        ([False, True, True, True], None),
+    ],
+    ids=["longer", "shorter", "none", "weights", "fits", "booleans"],
+)
+def test_v82_masks_that_are_not_one_0_or_1_a_token_are_refused(tmp_path, mask, said, streaming):
+    rows = Dataset.from_list([{"input_ids": [3, 4, 5, 6], "assistant_masks": mask}] * 2)
+    rows = rows.to_iterable_dataset() if streaming else rows
+    with nullcontext() if said is None else pytest.raises(DatasetError, match=said):
+        trainer_for(tmp_path, rows, MARKED)
 
 
 def test_v82_conversations_of_roles_are_taken_by_either_name(tmp_path):
