@@ -22,6 +22,7 @@ from hf_speedkit.trainer.config_rules import (
     check_given,
     refuse_without_packing,
     say_what_is_idle,
+    settle_batches,
     settle_packing,
 )
 from hf_speedkit.trainer.launching import (
@@ -283,6 +284,7 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         # `stop_signals` does what that is for, at one step on all ranks (see trainer/ranks/stop_signal.py).
         self.enable_jit_checkpoint = False
         check_choices(self)
+        settle_batches(self)
         say_what_is_idle(self)
         if self.packing:
             settle_packing(self)

@@ -209,6 +209,22 @@ def _is_default(config: Any, name: str) -> bool:
     return getattr(config, name) in (default, "bfd") if name == "packing_strategy" else getattr(config, name) == default
 
 
+def settle_batches(config: Any) -> None:
+    """Let every rank read batches of its own, also of a stream.
+
+    With `dispatch_batches`, accelerate's default for streams, rank 0 reads for all and puts the ranks' batches into one
+    tensor: rows of unequal length end in a RuntimeError (case V36). TRL 1.16 turns it off for training streams alone.
+    """
+    accelerator = config.accelerator_config
+    if accelerator.dispatch_batches and not config.packing and config.local_process_index == 0:
+        logger.warning(
+            "dispatch_batches=True is turned off: rank 0 would put the batches of all ranks into one, and their rows "
+            "have unequal lengths"
+        )
+    if not (accelerator.dispatch_batches and config.packing):  # refused there, where the data are known
+        accelerator.dispatch_batches = False
+
+
 def refuse_without_packing(config: Any) -> None:
     """Refuse packed evaluation, and rows without padding that `max_length` would not cut (TRL 1.16 does so late).
 

@@ -190,6 +190,8 @@ def test_v26_a_short_last_batch_counts_in_evaluation_whatever_training_drops(tmp
         token_mean_loss(tiny_hybrid(), held_out), rel=1e-5
     )
     assert trainer.args.dataloader_drop_last
+    with pytest.raises(DatasetError, match="there is no evaluation set 'code'"):
+        trainer.evaluate("code")
 
 
 def test_the_isolation_probe_sees_the_model_as_it_trains(tmp_path):
@@ -272,6 +274,12 @@ def test_rotary_positions_that_were_never_used_are_named_and_a_frozen_model_is_r
 def test_batches_that_accelerate_would_cut_are_refused(tmp_path, name):
     with pytest.raises(ConfigurationError, match=f"leave {name} unset"):
         trainer_for(tmp_path, accelerator_config={name: True})
+
+
+def test_v36_ranks_read_batches_of_their_own_without_packing_too(tmp_path, caplog):
+    trainer = trainer_for(tmp_path, packing=False, tokens_per_batch=None, accelerator_config={"dispatch_batches": True})
+    assert trainer.accelerator.dispatch_batches is False
+    assert "dispatch_batches=True is turned off" in caplog.text
 
 
 def test_adapters_with_virtual_tokens_are_refused(tmp_path):

@@ -5,7 +5,7 @@ import time
 
 import pytest
 from rank_processes import start_ranks
-from two_process_run import LENGTHS, build, rank_main
+from two_process_run import LENGTHS, build, padded_loss, rank_main
 
 pytestmark = pytest.mark.two_process
 
@@ -21,14 +21,16 @@ def run_two(tmp_path, port, **options):
 def one_process(tmp_path_factory):
     trainer = build(tmp_path_factory.mktemp("one"), accumulation=2)
     trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer.evaluate()["eval_loss"]
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    stream = trainer.eval_dataset.select(range(6)).to_iterable_dataset()
+    return losses, trainer.evaluate()["eval_loss"], padded_loss(trainer, stream)
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
 def test_two_ranks_train_as_one_process_with_accumulation_two(tmp_path, free_port, one_process, sharded):
     ranks = run_two(tmp_path, free_port, sharded=sharded, sent=sharded)
     assert "error" not in ranks[0], ranks[0]
-    losses, eval_loss = one_process
+    losses, eval_loss, stream_loss = one_process
     for said in ranks:
         # facts of the sharded and unsharded runs: losses within 1e-6 over 20 steps in fp32
         assert said["losses"] == pytest.approx(losses, abs=1e-5)
@@ -40,6 +42,8 @@ def test_two_ranks_train_as_one_process_with_accumulation_two(tmp_path, free_por
         assert said["totals"]["speed/total_documents"] == 2 * len(LENGTHS)
         assert said["num_tokens"] == 2 * sum(LENGTHS)
         assert said["eval_loss"] == pytest.approx(eval_loss, abs=1e-5), "v27"
+        assert said["padded eval_loss"] == pytest.approx(eval_loss, abs=1e-5), "v28: documents count once"
+        assert said["stream's eval_loss"] == pytest.approx(stream_loss, abs=1e-5), "v36: of unequal widths"
         # v41: rank 1 had NaN there until rank 0's came, and a checkpoint holds them.
         assert said["buffers"] == ({"model.layers.0.bias": [[0.0, 1.0, 2.0], True]} if sharded else {})
 

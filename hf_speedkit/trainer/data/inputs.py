@@ -179,8 +179,9 @@ def check_packing_request(
             )
     if isinstance(train_dataset, IterableDataset):
         check_stream_settings(args)
+        _refuse_cut_batches(args.accelerator_config, ("split_batches",))  # TRL turns the other off
     else:
-        _refuse_cut_batches(args.accelerator_config)
+        _refuse_cut_batches(args.accelerator_config, ("split_batches", "dispatch_batches"))
         _refuse_unequal_ranks(args)
     if args.train_sampling_strategy not in ("random", "sequential") and args.process_index == 0:
         logger.warning(
@@ -233,8 +234,8 @@ def _refuse_unequal_ranks(args: SpeedSFTConfig) -> None:
         )
 
 
-def _refuse_cut_batches(accelerator: Any) -> None:
-    for name in ("split_batches", "dispatch_batches"):
+def _refuse_cut_batches(accelerator: Any, names: tuple[str, ...]) -> None:
+    for name in names:
         if getattr(accelerator, name, None):
             raise ConfigurationError(
                 f"accelerator_config has {name}=True, which cuts rows and hands the parts to the ranks",

@@ -25,11 +25,14 @@ class NewRows:
 
     Args:
         args: the Trainer's.
-        dataloader: its train dataloader; None or one that is not accelerate's: nothing is taken for repeated.
+        dataloader: of accelerate, training's or evaluation's; None or another one: nothing is taken for repeated.
         shared_by: ranks that see the same batch (tensor parallelism).
+        drop_last: whether a last, short batch is left out; None: as in training.
     """
 
-    def __init__(self, args: TrainingArguments, dataloader: object, *, shared_by: int = 1) -> None:
+    def __init__(
+        self, args: TrainingArguments, dataloader: object, *, shared_by: int = 1, drop_last: bool | None = None
+    ) -> None:
         self._place = args.process_index // shared_by
         self._ranks = args.world_size // shared_by
         self._each: int | None = None
@@ -43,7 +46,7 @@ class NewRows:
             # Told here and not by GradientState.remainder, which accelerate 1.15 does not know in a resumed epoch.
             together: int = getattr(dataloader, "total_batch_size")  # noqa: B009  # accelerate's loaders are not typed
             self._each = together // self._ranks
-            filled = sampler.even_batches and not args.dataloader_drop_last
+            filled = sampler.even_batches and not (args.dataloader_drop_last if drop_last is None else drop_last)
             self._remainder = len(data) % together if filled else 0
 
     def __call__(self, rows: int) -> int | None:

@@ -7,21 +7,26 @@ target tokens, where TRL takes the mean of the micro-batches' means; with equal 
 
 from __future__ import annotations
 
+import logging
 import math
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.data_loader import IterableDatasetShard
 from trl import SFTTrainer
 
 from hf_speedkit.core.records import TokenCounts
 from hf_speedkit.packing.boundaries import IGNORE_INDEX
 from hf_speedkit.trainer.metrics.nonfinite import log_refusal
+from hf_speedkit.trainer.metrics.repeated_rows import NewRows
 from hf_speedkit.trainer.metrics.returned_losses import forget_sum
 from hf_speedkit.trainer.ranks.roll_call import RollCall
 from hf_speedkit.trainer.step.expert_balance import without_padding
 from hf_speedkit.trainer.step.own_loss import asked, summands, warn_of_a_mean
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback
+
+logger = logging.getLogger(__name__)
 
 _MEANS = "eval means"
 _REAL_ONLY = "tokens of batches whose loss is TRL's own"
@@ -55,6 +60,7 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
     _aside = Aside()
     _scored = False
     _asked = False
+    _new_rows: NewRows | None = None
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Trainer's inputs on the device, and the collator's own words put aside.
@@ -91,10 +97,16 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
         self._asked = True
         return asks
 
-    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's; a subclass's own loss is weighed by the row's targets here, as every loss is."""
+    def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """TRL's, repeated rows without targets; a subclass's own loss is weighed by the row's targets, as every is."""
         self._scored = False
-        found = super().prediction_step(*args, **kwargs)
+        labels = inputs.get("labels")
+        new = None if labels is None or self._new_rows is None else self._new_rows(len(labels))
+        if labels is not None and new is not None:
+            labels = labels.clone()
+            labels[new:] = IGNORE_INDEX
+            inputs = {**inputs, "labels": labels}
+        found = super().prediction_step(model, inputs, *args, **kwargs)
         if not self._scored and found[0] is not None:
             self._add_mean(found[0], self._aside.labels)
         return found
@@ -285,6 +297,15 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
         if not self.is_in_train:  # inside training every rank comes to it by the same settings
             self.startup.call(self.__dict__.setdefault("_evaluation", self._evaluation_call()))
         prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
+        # accelerate fills the last round of batches with rows from the beginning, which would count twice (case V28).
+        loader = kwargs.get("dataloader", args[0] if args else None)
+        self._new_rows = NewRows(self.args, loader, drop_last=False)
+        if self.args.process_index == 0 and isinstance(getattr(loader, "dataset", None), IterableDatasetShard):
+            logger.warning(
+                "%s_loss counts some documents of a stream twice: accelerate fills the last round of the %d ranks' "
+                "batches with those from its beginning. Dataset.from_list(list(stream.take(1000))) is counted once",
+                prefix, self.args.world_size,
+            )  # fmt: skip
         for kind in ("eval", _MEANS):
             self._reset_sums(kind)
         output = super().evaluation_loop(*args, **kwargs)

@@ -161,6 +161,8 @@ def test_v36_dispatched_batches_are_turned_off(tmp_path, caplog):
     trainer = trainer_for(tmp_path, dataset=stream(), max_steps=1, accelerator_config={"dispatch_batches": True})
     assert trainer.accelerator.dispatch_batches is False
     trainer.train()
+    with pytest.raises(ConfigurationError, match="leave split_batches unset"):
+        trainer_for(tmp_path, dataset=stream(), max_steps=1, accelerator_config={"split_batches": True})
 
 
 def test_v34_a_stream_that_another_rank_shuffles_otherwise_is_refused_before_it_is_read(tmp_path, monkeypatch):
