@@ -211,10 +211,10 @@ def _check_model(model: Any, tokens_per_batch: int | None) -> tuple[KernelCheck,
 
 def _function_checks(layers: Sequence[LiveLayer]) -> Iterator[KernelCheck]:
     """One check per function, layer class and binding, in the order the layers come."""
-    totals: dict[str, int] = defaultdict(int)
+    totals: dict[str, set[str]] = defaultdict(set)  # a layer may be given twice, by its global and by what it holds
     groups: dict[tuple[str, str, object], tuple[LiveFunction | str, list[str]]] = {}
     for layer in layers:
-        totals[layer.kind] += 1
+        totals[layer.kind].add(layer.name)
         if layer.replaced_by is not None:
             groups.setdefault((layer.kind, "forward", layer.replaced_by), (layer.replaced_by, []))[1].append(layer.name)
         for function in layer.functions:
@@ -225,7 +225,7 @@ def _function_checks(layers: Sequence[LiveLayer]) -> Iterator[KernelCheck]:
     imports = Imports()
     for (kind, name, _), (found, names) in groups.items():
         judgement = judge_replaced(found) if isinstance(found, str) else _judge(found, imports, kind)
-        yield check_of(name, kind, len(names), totals[kind], judgement, names)
+        yield check_of(name, kind, len(names), len(totals[kind]), judgement, names)
 
 
 def _judge(function: LiveFunction, imports: Imports, layer: str) -> Judgement:

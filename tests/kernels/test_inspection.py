@@ -9,6 +9,7 @@ import torch
 from kernel_models import tiny_model
 from transformers import AttentionInterface, AutoConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from hf_speedkit.core.errors import ConfigurationError, KernelAssertionError
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
@@ -125,6 +126,15 @@ def test_v51_attention_whose_forward_was_taken_is_unverified_on_its_layers(monke
     found = [c for c in check_kernels(model) if (c.function, c.verdict) == ("attention", KernelVerdict.UNVERIFIED)]
     assert [(c.layers, c.layers_total) for c in found] == [(layers, of)]
     assert "_forward_of_somebody" in found[0].evidence
+
+
+@pytest.mark.parametrize("function", [_forward_of_somebody, None], ids=["other_code", "nothing"])
+def test_v51_a_global_that_other_code_has_replaced_does_not_double_the_layers(monkeypatch, function):
+    model = tiny_model("qwen3_5")
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", function)
+    found = [check for check in check_kernels(model) if check.function == "chunk_gated_delta_rule"]
+    assert {check.verdict for check in found} <= {KernelVerdict.FALLBACK, KernelVerdict.UNVERIFIED}
+    assert {(check.layers, check.layers_total) for check in found} == {(3, 3)}
 
 
 def test_v46_a_function_of_somebody_else_under_the_name_sdpa_is_not_torchs(monkeypatch):
