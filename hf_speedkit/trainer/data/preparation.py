@@ -199,14 +199,15 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
         Raises:
             DatasetError, PackingError: it cannot be trained on.
         """
-        if self.train_dataset is not self._prepared:
-            self._check_replaced()
+        agree(self._check_replaced)
         return super().train(*args, **kwargs)
 
     def _check_replaced(self) -> None:
         """Check and count tokenized rows that somebody has assigned to `train_dataset`, as masks of answers do."""
         dataset, was = self.train_dataset, self._prepared
-        if not (isinstance(was, Dataset) and "input_ids" in was.column_names) and not isinstance(was, PackedStream):
+        if dataset is was or (
+            not (isinstance(was, Dataset) and "input_ids" in was.column_names) and not isinstance(was, PackedStream)
+        ):
             return  # rows that TRL does not prepare, either: images, or a stream that is not packed
         if not isinstance(dataset, Dataset) or "input_ids" not in dataset.column_names:
             raise DatasetError(

@@ -88,7 +88,7 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
             again = {key: again[key] for key in again if key not in ("token_counts", "target_positions")}
             with torch.no_grad(), self.compute_loss_context_manager():
                 other = self.compute_loss(model, again, num_items_in_batch=num_items_in_batch * 2)
-            warn_of_a_mean(loss, other, summands(self))
+            warn_of_a_mean(self, loss, other)
         return loss
 
     def _asks_own_loss(self) -> bool:

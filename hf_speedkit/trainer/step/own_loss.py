@@ -1,8 +1,8 @@
 """Whether a loss of the user's own is divided by the targets of the whole step, as gradients that are summed must be.
 
-transformers 5.23 sums the gradients of a step's micro-batches, and with `average_tokens_across_devices` multiplies a
-loss by the number of ranks: right for a sum divided by `num_items_in_batch`, and as many times too much for a mean over
-the micro-batch. Nothing says so; the loss in the log is that many times larger as well (case V25).
+transformers 5.23 sums the gradients of a step's micro-batches, and multiplies what a `compute_loss_func` returns by the
+number of ranks, whose gradients are averaged: right for a sum divided by `num_items_in_batch`, and as many times too
+much for a mean over the micro-batch. Nothing says so; the loss in the log is that many times larger as well (case V25).
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ def summands(trainer: Any) -> int:
     if trainer.loss_is_scaled_for_ga is False:  # the user has said that it is a mean
         return 1
     args = trainer.args
-    ranks = args.world_size if args.average_tokens_across_devices else 1
-    return int(args.gradient_accumulation_steps * ranks)
+    # A subclass's own `compute_loss` takes the place of the code that multiplies.
+    multiplied = trainer.compute_loss_func is not None and args.average_tokens_across_devices
+    return int(args.gradient_accumulation_steps * (args.world_size if multiplied else 1))
 
 
 @contextmanager
@@ -36,7 +37,7 @@ def asked(trainer: Any) -> Iterator[None]:
         if num_items_in_batch is not None:
             with torch.no_grad():
                 other = compute(outputs, labels, num_items_in_batch=num_items_in_batch * 2)
-            warn_of_a_mean(loss, other, summands(trainer))
+            warn_of_a_mean(trainer, loss, other)
         return loss
 
     trainer.compute_loss_func = computed
@@ -46,8 +47,11 @@ def asked(trainer: Any) -> Iterator[None]:
         trainer.compute_loss_func = compute
 
 
-def warn_of_a_mean(loss: torch.Tensor, of_twice_the_targets: torch.Tensor, summed: int) -> None:
-    """Warn of a loss that stays what it is when it is to be divided by twice the targets."""
+def warn_of_a_mean(trainer: Any, loss: torch.Tensor, of_twice_the_targets: torch.Tensor) -> None:
+    """Warn, on rank 0, of a loss that stays what it is when it is to be divided by twice the targets."""
+    if trainer.args.process_index != 0:
+        return
+    summed = summands(trainer)
     # A host read, once a run: in the first micro-batch, which waits for kernels to be loaded in any case.
     if bool(loss.detach() == of_twice_the_targets) and bool(loss != 0):
         logger.warning(
