@@ -7,16 +7,16 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from numbers import Integral
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_speedkit.core.errors import ConfigurationError, TraceError
+from hf_speedkit.core.errors import TraceError
 from hf_speedkit.measure.trace_recorder import StepRecorder
 from hf_speedkit.trainer.metrics.trace_marks import marked_mask_building
+from hf_speedkit.trainer.metrics.trace_sessions import checked_steps, named, remarks, sessions_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class TraceCallback(TrainerCallback):  # type: ignore[misc]
         with_stack: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._wanted = _checked(steps)
+        self._wanted = checked_steps(steps)
         self._output_dir = Path(output_dir) if output_dir is not None else None
         self._all_ranks = all_ranks
         self._with_stack = with_stack
@@ -116,7 +116,7 @@ class TraceCallback(TrainerCallback):  # type: ignore[misc]
         if self._recorder is not None:
             self._finish(reason)
         for session in self._pending:
-            self._say(f"no trace of {_named(session)}: training ended before it ({reason})")
+            self._say(f"no trace of {named(session)}: training ended before it ({reason})")
         if self._rank != 0 and not self._all_ranks:
             return
         for path in self.files if self._rank == 0 else ():
@@ -143,6 +143,8 @@ class TraceCallback(TrainerCallback):  # type: ignore[misc]
             self._traced.update(range(session[0] - 1, session[-1] + 2))
         if self._rank == 0 or self._all_ranks:
             self._pending = sessions
+            for remark in remarks(sessions, state.max_steps) if self._rank == 0 else ():
+                logger.warning("%s", remark)
         atexit.register(self._at_exit)
 
     def on_step_begin(
@@ -207,7 +209,7 @@ class TraceCallback(TrainerCallback):  # type: ignore[misc]
                 steps.add(step + 1)
             else:
                 steps.add(step)
-        return _runs(steps)
+        return sessions_of(steps)
 
     def _start(self, session: range, model: Any) -> None:
         self._session = session
@@ -215,7 +217,7 @@ class TraceCallback(TrainerCallback):  # type: ignore[misc]
         try:
             recorder.start()
         except RuntimeError as error:
-            self._say(f"no trace of {_named(session)}: the profiler did not start ({_first_line(error)})")
+            self._say(f"no trace of {named(session)}: the profiler did not start ({_first_line(error)})")
             return
         self._recorder = recorder
         self._marks.enter_context(marked_mask_building(model))
@@ -244,11 +246,11 @@ class TraceCallback(TrainerCallback):  # type: ignore[misc]
         # A run that ends between two steps has not begun the next one, whatever the profiler ran for.
         ended = reason is not None and reason.startswith("at step") and not recorder.recorded
         had_begun = recorder.marks > 0
-        with self._reporting(f"no trace of {_named(session)}"):
+        with self._reporting(f"no trace of {named(session)}"):
             recorder.stop()
             if ended or not had_begun:
                 when = "before it" if ended else "in its warm-up step"
-                self._say(f"no trace of {_named(session)}: training ended {when} ({reason})")
+                self._say(f"no trace of {named(session)}: training ended {when} ({reason})")
                 return
             path = self._free_path(session)
             recorder.save(path)
@@ -297,30 +299,6 @@ class TraceCallback(TrainerCallback):  # type: ignore[misc]
         self.close("the process ended")
 
 
-def _checked(steps: Any) -> tuple[int, ...]:
-    wanted = tuple(steps) if isinstance(steps, Iterable) and not isinstance(steps, str) else (steps,)
-    if not wanted or any(isinstance(step, bool) or not isinstance(step, Integral) or step < 1 for step in wanted):
-        raise ConfigurationError(
-            f"steps to trace must be positive integers, got {steps!r}", mend="TraceCallback(steps=(20,))"
-        )
-    return tuple(sorted({int(step) for step in wanted}))
-
-
-def _runs(steps: Iterable[int]) -> list[range]:
-    """Consecutive steps together; one step apart, too: there is no room for another warm-up step in between."""
-    found: list[range] = []
-    for step in sorted(steps):
-        if found and step == found[-1][-1] + 1:
-            found[-1] = range(found[-1][0], step + 1)
-        else:
-            found.append(range(step, step + 1))
-    return found
-
-
-def _named(session: range) -> str:
-    return f"step {session[0]}" if len(session) == 1 else f"steps {session[0]} to {session[-1]}"
-
-
 def _layers(model: Any) -> int | None:
     config = getattr(model, "config", None)
     text = getattr(config, "text_config", None) or config
@@ -331,7 +309,7 @@ def _layers(model: Any) -> int | None:
 def _written(path: Path, session: range, partial: str | None) -> str:
     size = path.stat().st_size
     message = (
-        f"trace of {_named(session)}{f', partial: {partial},' if partial else ''} in {path} ({size / 2**20:.1f} MiB)"
+        f"trace of {named(session)}{f', partial: {partial},' if partial else ''} in {path} ({size / 2**20:.1f} MiB)"
     )
     if size > SIZE_LIMIT_BYTES:
         message += f"; over {SIZE_LIMIT_BYTES >> 20} MiB: trace one step, without stacks, or cut it with trim_trace"

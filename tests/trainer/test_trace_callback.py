@@ -22,6 +22,7 @@ from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.measure.trace import summarize_trace
 from hf_speedkit.trainer import trace_callback as module
 from hf_speedkit.trainer.metrics.trace_marks import MASK_RANGE, marked_mask_building
+from hf_speedkit.trainer.metrics.trace_sessions import remarks, sessions_of
 from hf_speedkit.trainer.trace_callback import TraceCallback
 
 
@@ -118,6 +119,7 @@ def test_v72_every_step_is_marked_without_help_and_an_unreached_step_is_reported
     traced(tmp_path, callback)
     assert len(callback.files) == 1
     assert "no trace of step 60: training ended before it (at step 6)" in caplog.text
+    assert caplog.text.index("step 60 cannot be traced") < caplog.text.index("trace of step")  # before the first step
 
 
 def test_v73_a_run_that_ends_inside_the_window_leaves_a_partial_trace_that_says_so(tmp_path, caplog):
@@ -334,6 +336,23 @@ def test_steps_that_are_no_steps_are_refused(steps):
 @pytest.mark.parametrize("steps", [range(3, 5), {4, 3}, numpy.array([3, 4]), (numpy.int64(3), 4)], ids=str)
 def test_steps_may_be_any_whole_numbers(steps):
     assert TraceCallback(steps)._wanted == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("steps", "last_step", "said"),
+    [
+        ((20,), 100, []),
+        ((20,), 0, []),  # an iterable data set that says no length
+        ((4, 60), 6, ["step 60 cannot be traced in full: training ends with step 6"]),
+        ((5, 6, 7), 6, ["steps 5 to 7 cannot be traced in full: training ends with step 6"]),
+        (range(2, 200), 500, ["steps 2 to 199 are traced as one recording: "]),
+    ],
+    ids=["one", "endless", "beyond_the_end", "half", "whole_run"],
+)
+def test_v72_v74_what_no_recording_will_show_is_said_as_training_begins(steps, last_step, said):
+    found = remarks(sessions_of(steps), last_step)
+    assert len(found) == len(said)
+    assert all(line.startswith(start) for line, start in zip(found, said, strict=True))
 
 
 def test_v60_mask_building_of_a_traced_step_is_a_named_range_and_the_functions_are_put_back(tmp_path):

@@ -3,5 +3,5 @@
 - counted in a step: observation, micro_batches, returned_losses, repeated_rows, counted_steps
 - put against time and peak: job_ledger, mfu_inputs, frozen_weights, device_peak, saved_totals
 - said: notices, window_report, progress, nonfinite
-- steps that are traced: traced_steps, trace_marks
+- steps that are traced: trace_sessions, traced_steps, trace_marks
 """
