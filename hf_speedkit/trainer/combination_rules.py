@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from inspect import signature
+from pathlib import Path
 from typing import Any
 
 from hf_speedkit.core.errors import ConfigurationError
@@ -43,7 +47,8 @@ def check_combinations(config: Any) -> None:
             raise ConfigurationError(
                 f"{name}={getattr(config, name)} without workers", mend=f"dataloader_num_workers=2, or leave {name} out"
             )
-    _check_accelerator_config(config.accelerator_config)
+    _check_precision_words(config)
+    _check_insides(config)
 
 
 def _check_best(config: Any) -> None:
@@ -72,15 +77,84 @@ def _check_best(config: Any) -> None:
         )
 
 
-def _check_accelerator_config(given: Any) -> None:
-    """A key that there is not is an unexpected keyword argument to Python."""
+def _check_precision_words(config: Any) -> None:
+    from transformers.utils import is_torch_tf32_available
+
+    for one, other in (("fp16", "bf16"), ("fp16_full_eval", "bf16_full_eval")):
+        if getattr(config, one) and getattr(config, other):
+            raise ConfigurationError(
+                f"{one}=True beside {other}=True: one of them computes",
+                mend=f"{other}=True alone, or {one}=True alone for GPUs before Ampere (V100, T4)",
+            )
+    if config.tf32 and not is_torch_tf32_available():
+        raise ConfigurationError(
+            "tf32=True, and there is no GPU that has it (Ampere or newer)", mend="leave tf32 out on this machine"
+        )
+
+
+def _check_insides(config: Any) -> None:
+    """Keys that there are not are unexpected keyword arguments to Python, where a Trainer or step 1 is made of them."""
+    from accelerate import ParallelismConfig
+    from accelerate.utils import GradientAccumulationPlugin
+    from torch.utils.checkpoint import checkpoint
     from transformers.trainer_pt_utils import AcceleratorConfig
 
-    known = [setting.name for setting in fields(AcceleratorConfig)]
-    unknown = [key for key in given if key not in known] if isinstance(given, dict) else []
+    if config.output_dir == "":
+        raise ConfigurationError('output_dir="" names no folder', mend='output_dir="runs/mine"')
+    if config.parallelism_config is not None and not isinstance(config.parallelism_config, ParallelismConfig):
+        raise ConfigurationError(
+            f"parallelism_config={config.parallelism_config!r} is none",
+            mend="parallelism_config=accelerate.ParallelismConfig(dp_replicate_size=2, dp_shard_size=8)",
+        )
+    words = (config.optim_args or "").replace(" ", "")
+    if words and not all(part.count("=") == 1 for part in words.split(",")):
+        raise ConfigurationError(f"optim_args={config.optim_args!r} cannot be read", mend='optim_args="a=1,b=2"')
+    own = config.accelerator_config
+    if not isinstance(own, AcceleratorConfig | type):
+        own = as_dict(own, "accelerator_config", "{non_blocking: true}")
+        _refuse_unknown_keys("accelerator_config", own, [setting.name for setting in fields(AcceleratorConfig)])
+        inner = own.get("gradient_accumulation_kwargs") or {}
+        known = [setting.name for setting in fields(GradientAccumulationPlugin)]
+        _refuse_unknown_keys("gradient_accumulation_kwargs", inner, known)
+    given = config.activation_checkpointing_kwargs
+    if isinstance(given, dict):
+        taken = [name for name, one in signature(checkpoint).parameters.items() if one.kind is one.KEYWORD_ONLY]
+        taken += [name for name in ("use_reentrant", "context_fn", "preserve_rng_state") if name not in taken]
+        _refuse_unknown_keys("activation_checkpointing_kwargs", given, taken)
+
+
+def _refuse_unknown_keys(name: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    unknown = [str(key) for key in given if key not in known]
     if unknown:
         near = nearest(unknown[0], known)
         raise ConfigurationError(
-            f"accelerator_config has no key {', '.join(unknown)}",
+            f"{name} has no key {', '.join(unknown)}",
             mend=(f"did you mean {near}? " if near else "") + f"There are: {', '.join(known)}",
         )
+
+
+def as_dict(given: Any, name: str, example: str) -> Mapping[str, Any]:
+    """A setting that may be a dict, its JSON, or the path of a JSON file; empty where it is None.
+
+    Args:
+        given: as it was given.
+        name: of the setting.
+        example: what it may look like.
+
+    Raises:
+        ConfigurationError: it is none of these.
+    """
+    if given is None or isinstance(given, Mapping):
+        return given or {}
+    text = str(given)
+    try:
+        read = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        read = error
+    if isinstance(read, Mapping):
+        return read
+    raise ConfigurationError(
+        f"{name}={given!r} is no dict, and no JSON file with one",
+        evidence=(f"{type(read).__name__}: {' '.join(str(read).split())[:200]}",),
+        mend=f"{name}: {example}, or the path of a JSON file",
+    )

@@ -185,7 +185,7 @@ def say_what_is_idle(config: Any) -> None:
     sharded = bool(config.fsdp) or is_on(os.environ.get("ACCELERATE_USE_FSDP"))
     inside = config.fsdp_config if isinstance(config.fsdp_config, dict) else {}
     recomputed = config.activation_checkpointing or inside.get("activation_checkpointing")
-    evaluates = word_of(config.eval_strategy) != "no"
+    evaluates, optimizer = word_of(config.eval_strategy) != "no", word_of(config.optim)
     for on, switch, names in (
         (config.packing, "packing=True", _NEEDS_PACKING),
         (config.throughput, "throughput=True", ("peak_tflops",)),
@@ -196,6 +196,10 @@ def say_what_is_idle(config: Any) -> None:
         (config.fsdp, "fsdp=True", ("fsdp_config",)),
         (evaluates, 'eval_strategy="steps"', _NEEDS_EVALUATION),
         (config.push_to_hub, "push_to_hub=True", _NEEDS_HUB),
+        (config.use_liger_kernel, "use_liger_kernel=True", ("liger_kernel_config",)),
+        (optimizer.startswith(("galore", "apollo")), 'optim="galore_adamw"', ("optim_target_modules",)),
+        # Betas, epsilon and decay have settings of their own.
+        (not optimizer.startswith("adamw_torch"), "an optim other than AdamW", ("optim_args",)),
     ):
         idle = [] if on else [name for name in names if not _is_default(config, name)]
         if idle:

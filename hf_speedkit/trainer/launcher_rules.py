@@ -7,17 +7,16 @@ not is left out without a word. Light: accelerate is imported where it is asked.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.trainer.combination_rules import as_dict
 from hf_speedkit.trainer.hardware import is_on, word_of
-from hf_speedkit.trainer.setting_names import nearest
+from hf_speedkit.trainer.setting_names import COMPILE_MODES, nearest
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +55,7 @@ _ALWAYS: dict[str, _Rule] = {
     **dict.fromkeys(
         [f"ACCELERATE_DYNAMO_USE_{name}" for name in ("FULLGRAPH", "DYNAMIC", "REGIONAL_COMPILATION")], _FLAG
     ),
-    "ACCELERATE_DYNAMO_MODE": _words(
-        "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "lite", any_case=False
-    ),
+    "ACCELERATE_DYNAMO_MODE": _words(*COMPILE_MODES, any_case=False),
     "ACCELERATE_FP8_BACKEND": _words("TE", "MSAMP", "AO", "NO", any_case=False),
     "RANK": _count(0),
     "LOCAL_RANK": (lambda text: text == "-1" or _count(0)[0](text), _count(0)[1]),
@@ -197,7 +194,10 @@ def check_fsdp_config(config: Any) -> None:
     _check_strategies(config.fsdp)
     known = {key: rule for _, key, rule in _FSDP if key is not None}
     names = (*known, *_OTHER_KEYS)
-    given = {str(key).removeprefix("fsdp_"): value for key, value in _as_dict(config.fsdp_config).items()}
+    given = {
+        str(key).removeprefix("fsdp_"): value
+        for key, value in as_dict(config.fsdp_config, "fsdp_config", "{version: 2}").items()
+    }
     for key, value in given.items():
         if key.startswith("xla"):
             continue
@@ -239,20 +239,3 @@ def _check_strategies(fsdp: Any) -> None:
                 mend="fsdp: true, with version, reshard_after_forward and cpu_offload in fsdp_config"
                 + (f" (or fsdp: {near})" if near else ""),
             )
-
-
-def _as_dict(given: Any) -> Mapping[str, Any]:
-    if given is None or isinstance(given, Mapping):
-        return given or {}
-    text = str(given)
-    try:
-        read = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        read = error
-    if isinstance(read, Mapping):
-        return read
-    raise ConfigurationError(
-        f"fsdp_config={given!r} is no dict, and no JSON file with one",
-        evidence=(f"{type(read).__name__}: {' '.join(str(read).split())[:200]}",),
-        mend="fsdp_config: {version: 2}, or the path of a JSON file",
-    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from inspect import signature
 from numbers import Integral, Real
 from typing import Any
 
@@ -68,6 +69,10 @@ _RULES: tuple[tuple[str, _Fits, str], ...] = (
     ("dataset_num_proc", whole(1, none=True), f"{_COUNT}, or None"),
     ("neftune_noise_alpha", number(0.0, none=True), "a number that is not negative, or None"),
     ("label_smoothing_factor", number(0.0, below=1.0), "a number from 0 up and below 1"),
+    ("save_total_limit", whole(0, none=True), "a whole number of checkpoints to keep, or None for all"),
+    ("eval_accumulation_steps", whole(1, none=True), f"{_COUNT}, or None"),
+    ("torch_empty_cache_steps", whole(1, none=True), f"{_COUNT}, or None"),
+    ("ddp_timeout", whole(1), "a whole number of seconds, 1800 for example"),
 )
 # Only read where the strategy is "steps".
 _INTERVALS = (
@@ -76,6 +81,7 @@ _INTERVALS = (
     ("eval_steps", "eval_strategy", "no evaluation"),
 )
 _MIN_RATES = ("min_lr", "min_lr_rate")
+_GIVEN_TO_SCHEDULES = ("optimizer", "num_warmup_steps", "num_training_steps", "last_epoch")
 
 
 def check_numbers(config: Any) -> None:
@@ -111,10 +117,34 @@ def check_numbers(config: Any) -> None:
 def _check_schedule(config: Any) -> None:
     kind = word_of(config.lr_scheduler_type)
     given = config.lr_scheduler_kwargs
+    _check_schedule_kwargs(kind, given or {})
     if "with_min_lr" in kind and isinstance(given or {}, dict) and not set(_MIN_RATES) & set(given or {}):
         raise ConfigurationError(
             f"lr_scheduler_type={kind!r} needs the learning rate that it ends at",
             mend='lr_scheduler_kwargs={"min_lr_rate": 0.1} ends at a tenth of learning_rate',
+        )
+
+
+def _check_schedule_kwargs(kind: str, given: Any) -> None:
+    """A schedule is made behind the model and the data; an argument that it has not got, or lacks, is told there."""
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+
+    if not isinstance(given, dict):  # JSON of the command line, or what `check_choices` refuses
+        return
+    function = next(made for name, made in TYPE_TO_SCHEDULER_FUNCTION.items() if word_of(name) == kind)
+    taken = {name: one for name, one in signature(function).parameters.items() if name not in _GIVEN_TO_SCHEDULES}
+    open_ended = any(one.kind is one.VAR_KEYWORD for one in taken.values())
+    unknown = [] if open_ended else [name for name in given if name not in taken]
+    missing = [name for name, one in taken.items() if one.default is one.empty and one.kind is not one.VAR_KEYWORD]
+    if unknown:
+        raise ConfigurationError(
+            f"lr_scheduler_type={kind!r} takes no {', '.join(unknown)}",
+            mend=f"lr_scheduler_kwargs takes: {', '.join(taken) or 'nothing here'}",
+        )
+    if not set(missing) <= set(given):
+        raise ConfigurationError(
+            f"lr_scheduler_type={kind!r} needs {', '.join(missing)}",
+            mend=f"lr_scheduler_kwargs={{{', '.join(f'{name!r}: 100' for name in missing)}}}",
         )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import multiprocessing
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 from hf_speedkit.core.errors import ConfigurationError
@@ -25,6 +27,10 @@ _RENAMED = {
     "dtype": 'model_init_kwargs={"dtype": "bfloat16"}',
     "warmup_ratio": "warmup_steps, a share of all steps below 1: warmup_steps=0.03",
 }
+
+
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "lite")
+"""Of torch.compile (torch 2.13, torch._inductor.list_mode_options)."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -101,8 +107,9 @@ def check_words(config: Any) -> None:
     Raises:
         ConfigurationError: the setting, and the nearest of its words.
     """
+    from accelerate.utils import DynamoBackend
     from transformers import SchedulerType
-    from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+    from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy
     from transformers.training_args import OptimizerNames, trainer_log_levels
 
     kinds: tuple[tuple[str, Iterable[Any]], ...] = (
@@ -114,11 +121,18 @@ def check_words(config: Any) -> None:
         ("log_level", trainer_log_levels),
         ("log_level_replica", trainer_log_levels),
         ("loss_type", ("nll", "dft")),  # TRL 1.16, sft_trainer.py:1042, where the model is loaded already
+        ("hub_strategy", HubStrategy),
+        ("torch_compile_backend", [backend.value.lower() for backend in DynamoBackend]),
+        ("torch_compile_mode", COMPILE_MODES),
+        ("dataloader_multiprocessing_context", multiprocessing.get_all_start_methods()),
+        # What is a choice on the command line alone is one in a script as well.
+        *((setting.name, setting.metadata["choices"]) for setting in fields(config) if "choices" in setting.metadata),
     )
+    optional = {setting.name for setting in fields(config) if setting.default is None}
     for name, kind in kinds:
         value = getattr(config, name)
         words = [word_of(one) for one in kind]
-        if getattr(value, "value", value) in words:
+        if getattr(value, "value", value) in words or (value is None and name in optional):
             continue
         near = nearest(str(value), words)
         first = f'{name}="{near}"; ' if near else ""

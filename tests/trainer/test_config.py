@@ -117,6 +117,40 @@ def test_checkpointing_can_be_set_by_either_name(tmp_path, name, on):
         ({"log_level": "loud"}, "log_level is one of: .*warning"),
         ({"loss_type": "ce"}, "loss_type is one of: nll, dft"),
         ({"save_strategy": False}, 'write "no" in quotes'),
+        ({"hub_strategy": "allways"}, "hub_strategy is one of: end, every_save"),
+        ({"ddp_backend": "ncl"}, 'ddp_backend="nccl"; '),  # a choice on the command line alone
+        ({"torch_compile_backend": "inductr"}, 'torch_compile_backend="inductor"; '),
+        ({"torch_compile_mode": "quick"}, "torch_compile_mode is one of: .*max-autotune"),
+        ({"dataloader_multiprocessing_context": "thread"}, "is one of: .*spawn"),
+        ({"train_sampling_strategy": "sorted"}, "is one of: random, sequential"),
+        ({"save_total_limit": "2"}, "or None for all"),
+        ({"eval_accumulation_steps": 0}, "from 1 up, or None"),
+        ({"torch_empty_cache_steps": 0}, "from 1 up, or None"),
+        ({"ddp_timeout": "30m"}, "a whole number of seconds"),
+        (
+            {"lr_scheduler_type": "warmup_stable_decay"},
+            "needs num_decay_steps\nMend it:  lr_scheduler_kwargs={'num_decay",
+        ),
+        (
+            {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycle": 1}},
+            "takes no num_cycle\n.*takes: num_cycles",
+        ),
+        ({"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"power": 2}}, "takes no power\n.*nothing here"),
+        ({"fp16": True, "bf16": True}, "fp16=True beside bf16=True"),
+        ({"output_dir": ""}, "names no folder"),
+        ({"parallelism_config": {"tp_size": 2}}, "accelerate.ParallelismConfig"),
+        ({"optim_args": "rank 8", "optim": "galore_adamw"}, "optim_args='rank 8' cannot be read"),
+        ({"accelerator_config": "nowhere.json"}, "accelerator_config='nowhere.json' is no dict"),
+        (
+            {"accelerator_config": {"gradient_accumulation_kwargs": {"steps": 2}}},
+            "kwargs has no key steps\n.*num_steps",
+        ),
+        ({"activation_checkpointing_kwargs": {"reentrant": True}}, "kwargs has no key reentrant\n.*use_reentrant"),
+        pytest.param(
+            {"tf32": True},
+            "leave tf32 out",
+            marks=pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU"),
+        ),
         ({"deepspeed": "zero3.json"}, "pip install deepspeed"),
         ({"max_seq_length": 512}, "max_seq_length: tokens_per_batch"),
         ({"warmup_ratio": 0.03}, "warmup_steps=0.03"),
@@ -132,7 +166,9 @@ def test_settings_that_cannot_work_are_refused_with_the_one_to_change(tmp_path, 
 
 
 def test_settings_that_are_not_read_are_not_judged_and_subclasses_take_what_they_like(tmp_path):
-    made = config(tmp_path, logging_steps=0, logging_strategy="no", max_steps=4, num_train_epochs=0, warmup_steps=0.5)
+    made = config(tmp_path, logging_steps=0, logging_strategy="no", max_steps=4, num_train_epochs=0, warmup_steps=0.5,
+                  lr_scheduler_type="cosine_with_restarts", lr_scheduler_kwargs={"num_cycles": 2},
+                  activation_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False})  # fmt: skip
     assert dataclasses.replace(made, max_steps=5).max_steps == 5
 
     class Mine(SpeedSFTConfig):
@@ -163,6 +199,9 @@ def test_settings_that_are_not_read_are_not_judged_and_subclasses_take_what_they
         ({"fsdp_config": {"version": 2}}, "without fsdp=True .*fsdp_config="),
         ({"eval_steps": 5, "do_eval": True}, "without eval_strategy=.steps. .*do_eval=True, eval_steps=5"),
         ({"hub_model_id": "me/it"}, "without push_to_hub=True .*hub_model_id='me/it'"),
+        ({"liger_kernel_config": {"rope": True}}, "without use_liger_kernel=True .*liger_kernel_config"),
+        ({"optim_args": "beta1=0.8"}, "without an optim other than AdamW .*optim_args='beta1=0.8'"),
+        ({"optim_target_modules": "all-linear"}, "without optim=.galore_adamw. .*optim_target_modules"),
         (
             {"tokens_per_batch": 64, "per_device_train_batch_size": 4},
             "batch_size=4 does nothing beside tokens_per_batch=64",
@@ -179,6 +218,9 @@ def test_settings_that_are_not_read_are_not_judged_and_subclasses_take_what_they
         "fsdp_config",
         "evaluation",
         "hub",
+        "liger",
+        "optim_args",
+        "galore",
         "batch",
         "TRL's strategy",
         "TRL's batch",

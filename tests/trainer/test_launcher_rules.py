@@ -9,7 +9,6 @@ import pytest
 from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.trainer import launcher_rules
-from hf_speedkit.trainer.combination_rules import check_combinations
 from hf_speedkit.trainer.launcher_rules import check_fsdp_config, check_launcher
 from hf_speedkit.trainer.launching import take_launchers_compilation
 from hf_speedkit.trainer.optional_packages import require_deepspeed, require_packages
@@ -207,10 +206,10 @@ def test_an_evaluation_without_rows_is_refused_before_anything_is_loaded(given, 
         SpeedSFTTrainer("no/model", args)
 
 
-def test_settings_that_go_together_pass():
-    base = {"eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False, "logging_steps": 10,
-            "metric_for_best_model": None, "lr_scheduler_type": "cosine", "dataloader_num_workers": 0, "save_steps": 40,
-            "dataloader_persistent_workers": False, "dataloader_prefetch_factor": None, "accelerator_config": None,
-            "eval_steps": 20}  # fmt: skip
-    for given in ({}, BEST, {**BEST, "eval_steps": 0.1, "save_steps": 0.2}, {**BEST, "eval_steps": None}):
-        check_combinations(SimpleNamespace(**base | given))
+def test_settings_that_go_together_pass(tmp_path):
+    for given in (
+        BEST,
+        {**BEST, "eval_steps": 0.1, "save_steps": 0.2},
+        {**BEST, "save_steps": 40, "logging_steps": 20},
+    ):
+        SpeedSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **given)
