@@ -129,6 +129,26 @@ def test_num_tokens_counts_real_tokens_where_trls_own_loss_serves(tmp_path, chan
     assert logged[-1]["num_tokens"] < logged[-1]["speed/total_slots"]
 
 
+@pytest.mark.parametrize("rows", [1, 3, None])
+def test_v29_entropy_and_accuracy_are_weighed_by_targets_where_trls_own_loss_serves(tmp_path, rows):
+    held_out = tokenized(HELD_OUT, seed=7, targets_from=2)  # three of them without targets
+    padded = {"packing": False, "tokens_per_batch": None, "per_device_eval_batch_size": rows}
+    trainer = trainer_for(
+        tmp_path, model=tiny_llama(), eval_dataset=held_out, loss_type="dft", **(padded if rows else {})
+    )
+    found = trainer.evaluate()
+    entropies, correct, targets = 0.0, 0, 0
+    for row in held_out:
+        ids = torch.tensor([row["input_ids"]])
+        with torch.no_grad():
+            logits = trainer.model(ids, use_cache=False).logits[0, 1:-1]
+        entropies += float(torch.distributions.Categorical(logits=logits).entropy().sum())
+        correct += int((logits.argmax(-1) == ids[0, 2:]).sum())
+        targets += logits.shape[0]
+    assert found["eval_entropy"] == pytest.approx(entropies / targets, rel=1e-5)
+    assert found["eval_mean_token_accuracy"] == pytest.approx(correct / targets, abs=1e-9)
+
+
 class OwnLoss(SpeedSFTTrainer):
     """As TRL advises in place of compute_loss_func: everything goes to the model, labels too."""
 

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _MEANS = "eval means"
 _REAL_ONLY = "tokens of batches whose loss is TRL's own"
+_TRLS_MEANS = ("entropy", "mean_token_accuracy")
 
 
 class TokenSums(NamedTuple):
@@ -164,17 +165,26 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
         ):
             result = super().compute_loss(model, inputs, outputs, items)
         loss = result[0] if outputs else result
+        # As TRL has just noted them for this micro-batch, over all ranks.
+        means = tuple(self._metrics[mode][key][-1] for key in _TRLS_MEANS)
         if mode == "eval":
-            self._add_mean(loss, inputs.get("labels"))
+            self._add_mean(loss, inputs.get("labels"), means)
         else:
             self._total_train_tokens = before
-            self._count_real(loss, _real_tokens(inputs, counts))
+            self._count_real(loss, _real_tokens(inputs, counts), inputs.get("labels"), means)
         return result
 
-    def _count_real(self, loss: torch.Tensor, real: torch.Tensor | int) -> None:
-        """Count a training micro-batch whose loss is not ours."""
+    def _count_real(
+        self,
+        loss: torch.Tensor,
+        real: torch.Tensor | int,
+        labels: torch.Tensor | None = None,
+        means: tuple[float, ...] = (0.0, 0.0),
+    ) -> None:
+        """Count a training micro-batch whose loss is not ours, and weigh its means by its targets."""
         nothing = torch.zeros((), device=loss.device)
-        self._add_sums(_REAL_ONLY, torch.stack((nothing,) * 4), real)
+        targets = nothing if labels is None else _targets(labels)
+        self._add_sums(_REAL_ONLY, torch.stack((targets, *(mean * targets for mean in means), nothing)), real)
         self._look_at("train", loss)
 
     def _head_sums(
@@ -232,15 +242,14 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
         sums_by_mode = self.__dict__.setdefault("_sums", {})
         sums_by_mode[mode] = sums_by_mode[mode] + row if mode in sums_by_mode else row
 
-    def _add_mean(self, loss: torch.Tensor, labels: torch.Tensor | None) -> None:
-        """A micro-batch's mean loss back to a sum, under a name of its own: its entropy is TRL's to log."""
+    def _add_mean(self, loss: torch.Tensor, labels: torch.Tensor | None, means: tuple[float, ...] = (0.0, 0.0)) -> None:
+        """A micro-batch's mean loss, and its means of TRL's metrics, back to sums under a name of their own."""
         if labels is None:
             return
-        targets = labels[:, 1:].ne(IGNORE_INDEX).sum()
-        nothing = torch.zeros_like(targets)
+        targets = _targets(labels)
         # A row without targets weighs nothing, whatever its mean is.
         nll = torch.where(targets > 0, loss.detach() * targets, 0.0)
-        self._add_sums(_MEANS, torch.stack((targets, nothing, nothing, nll)), 0)
+        self._add_sums(_MEANS, torch.stack((targets, *(mean * targets for mean in means), nll)), 0)
 
     def _reduced_sums(self, mode: str) -> TokenSums | None:
         """The window's sums over all ranks; every rank must call it. One collective and one host read."""
@@ -262,6 +271,7 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
             self._total_train_tokens += int(real.real)
             self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
             self._reset_sums(_REAL_ONLY)
+        self._weigh_means(mode, real if mode == "train" else self._reduced_sums(_MEANS))
         # With throughput=False nobody else looks; fp16's scaler skips such steps.
         alone = mode == "train" and self.throughput is None and self.args.nonfinite == "strict" and not self.args.fp16
         refusal = log_refusal(logs, self.state.global_step) if alone else None
@@ -270,6 +280,14 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
         super().log(logs, start_time)
         if refusal is not None:
             raise refusal
+
+    def _weigh_means(self, mode: str, sums: TokenSums | None) -> None:
+        """TRL's own entropy and accuracy by target tokens: it averages the micro-batches' means (1.16), however few
+        targets, or none, some of them have (case V29)."""
+        metrics = self._metrics[mode]
+        if sums is not None and sums.targets > 0 and all(metrics.get(key) for key in _TRLS_MEANS):
+            for key, total in zip(_TRLS_MEANS, (sums.entropy, sums.correct), strict=True):
+                metrics[key] = [total / sums.targets]
 
     def _fill_metrics(self, mode: str, sums: TokenSums) -> None:
         metrics = self._metrics[mode]
@@ -313,6 +331,11 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
         if sums is not None and sums.targets > 0 and f"{prefix}_loss" in output.metrics:
             output.metrics[f"{prefix}_loss"] = sums.nll / sums.targets
         return output
+
+
+def _targets(labels: torch.Tensor) -> torch.Tensor:
+    """Target tokens of labels [B, T], left on the device."""
+    return labels[:, 1:].ne(IGNORE_INDEX).sum()
 
 
 def _real_tokens(inputs: dict[str, Any], counts: TokenCounts | None) -> torch.Tensor | int:
