@@ -14,6 +14,7 @@ from hf_speedkit.kernels.requirements import stands_alone
 from hf_speedkit.trainer.adapters import require_targets
 from hf_speedkit.trainer.hardware import word_of
 from hf_speedkit.trainer.hub_access import HubName, require_hub, require_login
+from hf_speedkit.trainer.launching import refuse_split_recurrence
 from hf_speedkit.trainer.memory.check import require_memory_of
 from hf_speedkit.trainer.optional_packages import require_attention, require_packages
 from hf_speedkit.trainer.output import require_output_dir
@@ -109,6 +110,7 @@ def require_kernels(
     Raises:
         KernelAssertionError: mode "strict", and a function would be slow or wrong. On all ranks.
         PackingError: a family whose packed rows leak.
+        ConfigurationError: rows of recurrent layers that would be cut.
         ConfigurationError: an id of the Hub, which cannot be reached; see `require_hub`. No such attention.
     """
     loading = loading_settings(args)
@@ -140,6 +142,7 @@ def _require(
     config = subject if isinstance(model, str) else model.config
     if args.packing:
         refuse_leaking_family(config.get_text_config().model_type)
+    refuse_split_recurrence(config, args.parallelism_config)
     if kernel_mode(args) != "strict":  # which finds it too, and says what it costs
         require_attention(options.get("attn_implementation"))
         return

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.kernels.requirements import FAMILIES, family_of, training_requirements
 from hf_speedkit.trainer.hardware import is_on, launched_here, launched_processes, word_of
 
 logger = logging.getLogger(__name__)
@@ -219,20 +220,49 @@ def refuse_split_rows(parallel: object, environment: Mapping[str, str] | None = 
     Raises:
         ConfigurationError: names the sizes that are above 1.
     """
-    environment = os.environ if environment is None else environment
-    launched = is_on(environment.get("ACCELERATE_USE_PARALLELISM_CONFIG"))
-    on = []
-    for name in ("cp_size", "sp_size", "tp_size"):
-        asked = environment.get(f"PARALLELISM_CONFIG_{name.upper()}", "1") if launched else "1"
-        size = int(getattr(parallel, name, None) or 1) if parallel is not None else int(asked)
-        if size > 1:
-            on.append(f"{name}={size}")
+    on = _split_over(("cp_size", "sp_size", "tp_size"), parallel, environment)
     if on:
         raise ConfigurationError(
             "packed rows cannot be split over ranks: document boundaries would be lost",
             evidence=(f"the parallelism_config has {', '.join(on)}",),
             mend="set cp_size, sp_size and tp_size to 1, or packing=False",
         )
+
+
+def refuse_split_recurrence(config: Any, parallel: object, environment: Mapping[str, str] | None = None) -> None:
+    """Refuse to cut rows of a model with recurrent layers or convolutions, packed or not: each part would start anew.
+
+    transformers 5.23 hands no state from one rank to the next; attention alone is computed over all parts.
+
+    Args:
+        config: the model's.
+        parallel, environment: as for `refuse_split_rows`.
+
+    Raises:
+        ConfigurationError: names the sizes that are above 1, and the layers.
+    """
+    family = family_of(config.get_text_config())
+    needs = training_requirements(family) if family is not None else ()
+    on = _split_over(("cp_size", "sp_size"), parallel, environment) if needs else []
+    if family is not None and on:
+        raise ConfigurationError(
+            f"{FAMILIES[family].layer} layers cannot be computed on parts of a row: each rank would start anew",
+            evidence=(f"the parallelism_config has {', '.join(on)}",),
+            mend="set cp_size and sp_size to 1; fsdp, gradient checkpointing and shorter rows save memory as well",
+        )
+
+
+def _split_over(names: Sequence[str], parallel: object, environment: Mapping[str, str] | None) -> list[str]:
+    """The sizes above 1, as they are written."""
+    environment = os.environ if environment is None else environment
+    launched = is_on(environment.get("ACCELERATE_USE_PARALLELISM_CONFIG"))
+    on = []
+    for name in names:
+        asked = environment.get(f"PARALLELISM_CONFIG_{name.upper()}", "1") if launched else "1"
+        size = int(getattr(parallel, name, None) or 1) if parallel is not None else int(asked)
+        if size > 1:
+            on.append(f"{name}={size}")
+    return on
 
 
 def refuse_split_model(model: object, loading: Mapping[str, object] | None) -> None:

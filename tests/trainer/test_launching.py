@@ -11,6 +11,7 @@ from hf_speedkit.trainer.launching import (
     refuse_lost_fp8,
     refuse_optimizer,
     refuse_split_model,
+    refuse_split_recurrence,
     refuse_split_rows,
     warn_of_first_fsdp,
 )
@@ -82,6 +83,21 @@ def test_v05_rows_that_the_launcher_would_split_are_refused(name):
         refuse_split_rows(None, launched)
     refuse_split_rows(None, {**launched, "ACCELERATE_USE_PARALLELISM_CONFIG": "false"})
     refuse_split_rows(None, {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "8"})
+
+
+@pytest.mark.parametrize("name", ["cp_size", "sp_size"])
+def test_v05_rows_of_recurrent_layers_are_not_cut_without_packing_either(tmp_path, name):
+    from accelerate import ParallelismConfig
+    from support import tiny_hybrid, tiny_llama, tiny_tokenizer, tokenized
+
+    from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
+
+    split = ParallelismConfig(**{name: 2})
+    args = SpeedSFTConfig(str(tmp_path), use_cpu=True, bf16=False, packing=False, parallelism_config=split)
+    with pytest.raises(ConfigurationError, match=rf"(?s)Qwen3_5GatedDeltaNet layers.*{name}=2"):
+        SpeedSFTTrainer(tiny_hybrid(), args, train_dataset=tokenized([5]), processing_class=tiny_tokenizer())
+    refuse_split_recurrence(tiny_llama().config, split)
+    refuse_split_recurrence(tiny_hybrid().config, ParallelismConfig(tp_size=2))  # every rank sees the whole row
 
 
 @pytest.mark.parametrize(
