@@ -119,7 +119,9 @@ def _check_insides(config: Any) -> None:
     given = config.activation_checkpointing_kwargs
     if isinstance(given, dict):
         taken = [name for name, one in signature(checkpoint).parameters.items() if one.kind is one.KEYWORD_ONLY]
-        taken += [name for name in ("use_reentrant", "context_fn", "preserve_rng_state") if name not in taken]
+        # The rest are transformers' own (5.23, trainer.py:1508) and what torch takes as `**kwargs`.
+        more = ("use_reentrant", "context_fn", "preserve_rng_state", "every_n_layers", "offload")
+        taken += [name for name in more if name not in taken]
         _refuse_unknown_keys("activation_checkpointing_kwargs", given, taken)
 
 

@@ -168,7 +168,7 @@ def test_settings_that_cannot_work_are_refused_with_the_one_to_change(tmp_path, 
 def test_settings_that_are_not_read_are_not_judged_and_subclasses_take_what_they_like(tmp_path):
     made = config(tmp_path, logging_steps=0, logging_strategy="no", max_steps=4, num_train_epochs=0, warmup_steps=0.5,
                   lr_scheduler_type="cosine_with_restarts", lr_scheduler_kwargs={"num_cycles": 2},
-                  activation_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False})  # fmt: skip
+                  activation_checkpointing_kwargs={"preserve_rng_state": False, "every_n_layers": 2})  # fmt: skip
     assert dataclasses.replace(made, max_steps=5).max_steps == 5
 
     class Mine(SpeedSFTConfig):
