@@ -16,7 +16,7 @@ from hf_speedkit.trainer.hardware import word_of
 from hf_speedkit.trainer.hub_access import HubName, require_hub, require_login
 from hf_speedkit.trainer.launching import refuse_split_recurrence
 from hf_speedkit.trainer.memory.check import require_memory_of
-from hf_speedkit.trainer.optional_packages import require_attention, require_packages
+from hf_speedkit.trainer.optional_packages import require_attention, require_hub_kernels, require_packages
 from hf_speedkit.trainer.output import require_output_dir
 from hf_speedkit.trainer.precision_rules import refuse_half_weights
 from hf_speedkit.trainer.ranks.agreement import agree
@@ -129,6 +129,12 @@ def loading_settings(args: SpeedSFTConfig) -> dict[str, Any]:
     return dict(args.model_init_kwargs) if isinstance(args.model_init_kwargs, dict) else {}
 
 
+def _flex_in(config: Any) -> str | None:
+    """Flex attention, where a model has it already; any other would not have been loaded without its package."""
+    found = getattr(config, "_attn_implementation", None)
+    return found if found == "flex_attention" else None
+
+
 def _require(
     model: str | PreTrainedModel, args: SpeedSFTConfig, options: dict[str, Any], dtype: str, weights: bool
 ) -> None:
@@ -136,6 +142,9 @@ def _require(
         require_hub([HubName(kind="model", name=model, revision=options.get("revision"), weights=weights)])
     if args.local_process_index != 0:
         return
+    if isinstance(model, str) and loading_settings(args).get("use_kernels"):
+        without = "leave use_kernels out of model_init_kwargs: fused layers are put in place by fused_layers=True"
+        require_hub_kernels("use_kernels is on", without)
     subject = _config(model, options) if isinstance(model, str) else model
     if subject is None:
         return
@@ -144,7 +153,8 @@ def _require(
         refuse_leaking_family(config.get_text_config().model_type)
     refuse_split_recurrence(config, args.parallelism_config)
     if kernel_mode(args) != "strict":  # which finds it too, and says what it costs
-        require_attention(options.get("attn_implementation"))
+        chosen = options.get("attn_implementation")
+        require_attention(chosen or _flex_in(config), device=args.device.type)
         return
     from hf_speedkit.kernels.inspection import check_kernels
 

@@ -11,10 +11,12 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
+
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.core.records import KernelVerdict
 from hf_speedkit.kernels.flash_packages import FLASH_PACKAGES, judge_flash
-from hf_speedkit.kernels.imports import is_installed
+from hf_speedkit.kernels.imports import installed_version, is_installed
 from hf_speedkit.trainer.hardware import is_on, word_of
 from hf_speedkit.trainer.setting_names import nearest
 from hf_speedkit.trainer.trackers import require_tracker_packages
@@ -70,11 +72,32 @@ def _needed(args: Any) -> Iterator[tuple[str, str, str, str]]:
         yield "the launcher asks for fp8", "transformer_engine", "transformer-engine[pytorch]", without
 
 
-def require_attention(name: object) -> None:
-    """Refuse an attention that transformers has not got, or whose package is not installed.
+def require_hub_kernels(asked: str, mend: str) -> None:
+    """Refuse kernels of the Hub without the package that loads them, in a version that transformers takes.
+
+    Args:
+        asked: the setting that asks for them.
+        mend: what does without.
+
+    Raises:
+        ConfigurationError: with `mend`, and the pip command.
+    """
+    from transformers.utils.import_utils import KERNELS_MAX_VERSION, KERNELS_MIN_VERSION
+
+    found, wanted = installed_version("kernels"), f">={KERNELS_MIN_VERSION},<{KERNELS_MAX_VERSION}"
+    if found is None or not SpecifierSet(wanted).contains(found, prereleases=True):
+        lacks = "is not installed" if found is None else f"is {found}: transformers takes {wanted}"
+        raise ConfigurationError(
+            f"{asked}, and the package 'kernels' {lacks}", mend=mend, regardless=f'pip install "kernels{wanted}"'
+        )
+
+
+def require_attention(name: object, *, device: str = "cuda") -> None:
+    """Refuse an attention that transformers has not got, whose package is not installed, or that cannot train here.
 
     Args:
         name: `attn_implementation`; anything but a name is left to transformers.
+        device: where the model will train ("cuda", "cpu").
 
     Raises:
         ConfigurationError: with what to leave out, and the names there are.
@@ -82,13 +105,13 @@ def require_attention(name: object) -> None:
     if not isinstance(name, str):
         return
     if "/" in name:
-        if not is_installed("kernels"):
-            raise ConfigurationError(
-                f"attn_implementation is {name!r}, and the package 'kernels' is not installed",
-                mend=_OWN_ATTENTION,
-                regardless='pip install "transformers[kernels]"',
-            )
+        require_hub_kernels(f"attn_implementation is {name!r}", _OWN_ATTENTION)
         return
+    if name == "flex_attention" and device == "cpu":  # torch 2.13
+        raise ConfigurationError(
+            "attn_implementation is 'flex_attention', which has no backward on a CPU",
+            mend='attn_implementation="sdpa", or a machine with a GPU',
+        )
     if name in FLASH_PACKAGES:
         found = judge_flash(name, live=False)
         if found.verdict is KernelVerdict.BLOCKED:

@@ -3,6 +3,7 @@
 import functools
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import AutoConfig, Qwen3_5TextConfig
 from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
 from hf_speedkit.core.errors import ConfigurationError, KernelAssertionError, PackingError
 from hf_speedkit.kernels.skeleton import probe_config
+from hf_speedkit.trainer import optional_packages
 from hf_speedkit.trainer.before_loading import require_kernels
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
@@ -175,3 +177,11 @@ def test_the_recipe_asks_before_it_loads_tokenizer_model_or_data(folder, tmp_pat
     )
     with pytest.raises(KernelAssertionError, match="would run the reference implementation"):
         qwen27b_sft.main(["--config", str(tmp_path / "job.yaml")])
+
+
+@pytest.mark.parametrize(("version", "fits"), [("0.17.2", False), ("0.18.2", True), ("0.19.0", False), (None, False)])
+def test_v46_a_client_for_hub_kernels_that_transformers_does_not_take_is_named(monkeypatch, version, fits):
+    monkeypatch.setattr(optional_packages, "installed_version", lambda package: version)
+    said = f"is {version}: transformers takes" if version else "is not installed"
+    with nullcontext() if fits else pytest.raises(ConfigurationError, match=said):
+        optional_packages.require_attention("owner/kernel")

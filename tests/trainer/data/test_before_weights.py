@@ -57,14 +57,16 @@ def ask(folder, tmp_path, rows, template=TEMPLATE, **changes):
         (TEXT, TEMPLATE, {"optim": "stable_adamw"}, "pip install torch-optimi"),
         (CHAT, TEMPLATE, {"chat_template_path": "/no/chat.jinja"}, "no file or folder '/no/chat.jinja'"),
         (TEXT, TEMPLATE, {"model_init_kwargs": {"attn_implementation": "flash_attention_2"}}, "packed_attention="),
-        (TEXT, TEMPLATE, {"model_init_kwargs": {"attn_implementation": "owner/kernel"}}, r"transformers\[kernels\]"),
+        (TEXT, TEMPLATE, {"model_init_kwargs": {"attn_implementation": "owner/kernel"}}, r'pip install "kernels>=0\.'),
+        (TEXT, TEMPLATE, {"model_init_kwargs": {"attn_implementation": "flex_attention"}}, "no backward on a CPU"),
+        (TEXT, TEMPLATE, {"model_init_kwargs": {"use_kernels": True}}, r'(?s)fused_layers=True.*"kernels>=0\.'),
         (TEXT, TEMPLATE, {"model_init_kwargs": {"attn_implementation": "spda"}}, "attn_implementation: sdpa; "),
         (TEXT, TEMPLATE, {"push_to_hub": True, "hub_model_id": "me/it"}, "hf auth login"),
         (TEXT, TEMPLATE, {"report_to": "dagshub"}, "pip install dagshub"),
         (TEXT, TEMPLATE, {"report_to": "wandbb"}, "report_to: wandb$"),
     ],
     ids=["column", "template", "line", "markers", "plain", "eos", "evaluation", "liger", "optimizer", "optimi",
-         "template file", "flash", "kernel", "attention", "push", "tracker", "misspelt"],
+         "template file", "flash", "kernel", "flex", "use_kernels", "attention", "push", "tracker", "misspelt"],
 )  # fmt: skip
 def test_a_trainer_given_a_name_refuses_before_it_reads_weights(folder, tmp_path, rows, template, changes, said):
     with pytest.raises((ConfigurationError, DatasetError), match=said):
