@@ -13,7 +13,7 @@ from transformers import (
 )
 from trl import SFTConfig
 
-from hf_speedkit import KernelAssertionCallback, attach
+from hf_speedkit import KernelAssertionCallback, PackedCollator, attach
 from hf_speedkit.core.errors import ConfigurationError, KernelAssertionError
 from hf_speedkit.core.records import KernelVerdict
 from hf_speedkit.kernels.requirements import FUNCTIONS
@@ -54,22 +54,21 @@ def test_v45_the_refusal_names_both_functions_and_the_callbacks_own_way_on(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("packing", "switches", "refused"),
+    ("packing", "collator", "refused"),
     [
         (True, None, "causal_conv1d_fn and chunk_gated_delta_rule"),
-        (False, {"return_seq_idx": True}, "causal_conv1d_fn refuses"),
-        (False, {}, None),  # it leaks, which is said, and trains
+        (False, DataCollatorWithFlattening(return_seq_idx=True), "causal_conv1d_fn refuses"),
+        (False, PackedCollator(0, 32), "causal_conv1d_fn and chunk_gated_delta_rule"),
+        (False, DataCollatorWithFlattening(), None),  # it leaks, which is said, and trains
     ],
-    ids=["packing", "flattened", "without boundaries"],
+    ids=["packing", "flattened", "our collator", "without boundaries"],
 )
 def test_v45_packed_rows_that_step_1_would_refuse_are_refused_before_it_in_any_mode(
-    tmp_path, caplog, packing, switches, refused
+    tmp_path, caplog, packing, collator, refused
 ):
     trainer = plain_trainer(tmp_path, tiny_hybrid())
     trainer.args.packing = packing
-    trainer.data_collator = (
-        DataCollatorWithFlattening(**(switches or {})) if switches is not None else trainer.data_collator
-    )
+    trainer.data_collator = collator or trainer.data_collator
     attach(trainer, KernelAssertionCallback(mode="warn", probe=False))
     if refused is None:
         trainer.train()
@@ -97,6 +96,17 @@ def test_v47_rows_that_a_collator_flattens_need_the_boundaries_that_recurrent_la
     assert missing is None or missing in str(refused.value)
     assert ("packed_rows" in str(refused.value)) is (missing is not None)
     assert "packing=False" in str(refused.value)
+
+
+def test_v11_a_family_that_leaks_is_refused_with_our_collator_in_a_plain_trainer(tmp_path):
+    model = tiny_llama()
+    model.config.model_type = "opt"
+    trainer = plain_trainer(tmp_path, model)
+    trainer.data_collator = PackedCollator(0, 32)
+    attach(trainer, KernelAssertionCallback(probe=False))
+    with pytest.raises(KernelAssertionError, match="packed documents of opt are not kept apart") as refused:
+        trainer.train()
+    assert refused.value.mend.startswith("packing=False")  # on a GPU as here
 
 
 @pytest.mark.parametrize(("mode", "checks"), [("warn", True), ("off", False)])

@@ -1,4 +1,4 @@
-"""Rows that transformers' own flattening collator packs, which no setting of the job speaks of."""
+"""Rows that a collator packs, transformers' flattening one or ours, which no setting of the job speaks of."""
 
 from __future__ import annotations
 
@@ -9,25 +9,29 @@ from transformers import DataCollatorWithFlattening
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
 from hf_speedkit.kernels.config_checks import layers_of_family
 from hf_speedkit.kernels.requirements import FAMILIES, family_of, training_requirements
+from hf_speedkit.packing.collator import PackedCollator
 
 _SETTINGS = {"seq_idx": "return_seq_idx", "cu_seqlens": "return_flash_attn_kwargs"}
 """Boundary argument of a function -> the collator's switch for the key that transformers makes it from."""
 
 
-def flattening_collator(dataloader: Any) -> DataCollatorWithFlattening | None:
+Flattening = DataCollatorWithFlattening | PackedCollator
+
+
+def flattening_collator(dataloader: Any) -> Flattening | None:
     """The collator of a loader, where it lays documents end to end; the Trainer may have wrapped it."""
     collator = getattr(dataloader, "collate_fn", None)
     collator = getattr(collator, "data_collator", collator)
-    return collator if isinstance(collator, DataCollatorWithFlattening) else None
+    return collator if isinstance(collator, Flattening) else None
 
 
-def boundaries_given(collator: DataCollatorWithFlattening | None) -> frozenset[str]:
-    """The boundary arguments that layers get in packed rows; TRL's collators (1.16) give both."""
+def boundaries_given(collator: Flattening | None) -> frozenset[str]:
+    """The boundary arguments that layers get in packed rows; TRL's collators (1.16) and ours give both."""
     switched = (argument for argument, switch in _SETTINGS.items() if getattr(collator, switch, True))
     return frozenset(switched)
 
 
-def flattening_checks(config: Any, collator: DataCollatorWithFlattening | None) -> tuple[KernelCheck, ...]:
+def flattening_checks(config: Any, collator: Flattening | None) -> tuple[KernelCheck, ...]:
     """A check where the layers of a family need boundaries that the collator does not hand over.
 
     By default it gives position ids only, which attention reads and no recurrent layer does: the state runs on from
@@ -43,7 +47,8 @@ def flattening_checks(config: Any, collator: DataCollatorWithFlattening | None) 
     if family is None or not layers:
         return ()
     needed = {argument for row in training_requirements(family) for argument in row.boundary_arguments}
-    missing = [switch for argument, switch in _SETTINGS.items() if argument in needed and not getattr(collator, switch)]
+    given = boundaries_given(collator)
+    missing = [switch for argument, switch in _SETTINGS.items() if argument in needed and argument not in given]
     if not missing:
         return ()
     wanted = ", ".join(f"{switch}=True" for switch in _SETTINGS.values())
