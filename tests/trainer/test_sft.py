@@ -325,6 +325,9 @@ def test_v10_a_training_loader_of_ones_own_is_refused_where_rows_are_packed(tmp_
         ),
         pytest.param({"tokens_per_batch": 20}, PackingError, "overlong", id="longest document does not fit"),
         pytest.param(
+            {"dataset": Dataset.from_dict({"input_ids": [[3, -1, 4]]})}, DatasetError, "has token id -1", id="below 0"
+        ),
+        pytest.param(
             {"activation_checkpointing_kwargs": {"use_reentrant": True}}, ConfigurationError, "use_reentrant",
             id="reentrant checkpointing",
         ),

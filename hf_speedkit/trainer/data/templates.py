@@ -332,7 +332,9 @@ def log_example(rows: Any, tokenizer: Any, name: str) -> None:
     if int(os.environ.get("RANK", "0")):
         return
     row = next(islice(iter(rows), 1), None)
-    if row is not None:
+    if (
+        row is not None and min(row["input_ids"], default=0) >= 0
+    ):  # else tokenizers raise: `check_vocabulary` refuses it
         labels = row["labels"] if row.get("labels") is not None else row["input_ids"]
         shown = marked_example(list(row["input_ids"]), list(labels), tokenizer)
         logger.info("%s example, targets in [[ ]]: %s", name, shown)

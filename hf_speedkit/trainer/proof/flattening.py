@@ -15,23 +15,23 @@ _SETTINGS = {"seq_idx": "return_seq_idx", "cu_seqlens": "return_flash_attn_kwarg
 """Boundary argument of a function -> the collator's switch for the key that transformers makes it from."""
 
 
-Flattening = DataCollatorWithFlattening | PackedCollator
+_FLATTENING = (DataCollatorWithFlattening, PackedCollator)
 
 
-def flattening_collator(dataloader: Any) -> Flattening | None:
-    """The collator of a loader, where it lays documents end to end; the Trainer may have wrapped it."""
+def flattening_collator(dataloader: Any) -> Any:
+    """The collator of a loader, where it lays documents end to end, else None; the Trainer may have wrapped it."""
     collator = getattr(dataloader, "collate_fn", None)
     collator = getattr(collator, "data_collator", collator)
-    return collator if isinstance(collator, Flattening) else None
+    return collator if isinstance(collator, _FLATTENING) else None
 
 
-def boundaries_given(collator: Flattening | None) -> frozenset[str]:
+def boundaries_given(collator: Any) -> frozenset[str]:
     """The boundary arguments that layers get in packed rows; TRL's collators (1.16) and ours give both."""
     switched = (argument for argument, switch in _SETTINGS.items() if getattr(collator, switch, True))
     return frozenset(switched)
 
 
-def flattening_checks(config: Any, collator: Flattening | None) -> tuple[KernelCheck, ...]:
+def flattening_checks(config: Any, collator: Any) -> tuple[KernelCheck, ...]:
     """A check where the layers of a family need boundaries that the collator does not hand over.
 
     By default it gives position ids only, which attention reads and no recurrent layer does: the state runs on from
