@@ -136,5 +136,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _tail(path: Path) -> str:
+    """The last lines, and before them a refusal that a launcher's own report has pushed out of them."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return "\n".join(f"    {line[:400]}" for line in lines[-_TAIL_LINES:])
+    last = lines[-_TAIL_LINES:]
+    told = next((number for number, line in enumerate(lines) if line.startswith("Mend it:")), None)
+    if told is not None and lines[told] not in last:
+        began = max((number for number in range(told) if not lines[number].strip()), default=-1) + 1
+        goes_on = lines[told + 1 : told + 2] if lines[told + 1].startswith("Go on all the same:") else []
+        last = [*lines[began : told + 1][-_TAIL_LINES:], *goes_on, "...", *last]
+    return "\n".join(f"    {line[:400]}" for line in last)

@@ -44,6 +44,20 @@ def test_a_failure_is_shown_and_its_name_not_tried_again(tmp_path):
     assert "out of memory" in (tmp_path / "1.failed.txt").read_text()
 
 
+def test_a_refusal_that_a_launchers_report_has_pushed_away_is_shown_before_it(tmp_path):
+    refusal = "started\\n\\nConfigurationError: no such thing\\nMend it:  write it\\nGo on all the same:  so\\n\\n"
+    (far,) = run_jobs(
+        [job(tmp_path / "1", f"print('{refusal}' + 'traceback\\n' * 60, end=''); raise SystemExit(1)")], **QUIET
+    )
+    assert (
+        far.failure.count("ConfigurationError: no such thing\n    Mend it:  write it\n    Go on all the same:  so") == 1
+    )
+    assert far.failure.count("traceback") == 40
+    assert "started" not in far.failure
+    (near,) = run_jobs([job(tmp_path / "2", f"print('{refusal}'); raise SystemExit(1)")], **QUIET)
+    assert near.failure.count("Mend it:  write it") == 1
+
+
 def test_a_job_that_writes_nothing_has_failed(tmp_path):
     (outcome,) = run_jobs([job(tmp_path / "1", "pass")], **QUIET)
     assert "it wrote no result" in outcome.failure
