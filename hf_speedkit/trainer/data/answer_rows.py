@@ -21,6 +21,12 @@ _CHATS = ("messages", "conversations")
 _NO_ASSISTANT_TOKENS = "no assistant tokens"
 """Part of what TRL 1.16 raises for a row whose mask is empty (sft_trainer.py:1388)."""
 
+_OTHER_NAMES = (
+    'roles = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}; dataset = '
+    'dataset.map(lambda row: {"messages": [{**m, "role": roles.get(m["role"].lower(), m["role"].lower())} for m in '
+    'row["messages"]]})'
+)
+
 
 def as_messages(dataset: Any, args: SpeedSFTConfig, formatting_func: Callable[[Any], Any] | None) -> Any:
     """Training data whose `conversations` of roles and contents are called `messages`.
@@ -73,11 +79,11 @@ def require_answers(dataset: Any, tokenizer: Any, args: SpeedSFTConfig, formatti
         )
     columns = set(columns_of(dataset))
     if "input_ids" in columns:
-        masked = "assistant_masks" in columns
+        read = next((column for column in ("labels", "assistant_masks") if column in columns), None)
         raise DatasetError(
             "assistant_only_loss=True, and the rows of the train dataset are tokens already",
             mend="leave assistant_only_loss out: "
-            + ("their assistant_masks are applied by themselves" if masked else "give them labels, -100 for no target"),
+            + ("give them labels, -100 for no target" if read is None else f"their {read} say what is a target"),
         )
     row: Mapping[str, Any] = next(iter(dataset), {})
     for column in _CHATS:
@@ -134,7 +140,7 @@ def answered(dataset: Any, name: str) -> Any:
         raise DatasetError(
             f"assistant_only_loss=True, and none of {len(dataset):,} conversations of the {name} dataset has an answer",
             evidence=(f"roles of the first: {', '.join(roles)}",),
-            mend='answers are messages with "role": "assistant"',
+            mend=_OTHER_NAMES if len(roles) > 1 else 'answers are messages with "role": "assistant"',
         )
     if len(kept) < len(dataset):
         logger.warning("%s documents: %s of %s conversations have no answer and are left out", name,
@@ -160,8 +166,15 @@ def without_marks(error: RuntimeError, dataset: Any, name: str) -> Exception:
     )
 
 
+def no_answers(name: str) -> DatasetError:
+    """The refusal of a stream that ends before a row that can be trained on: TRL asks for its first one."""
+    return DatasetError(
+        f"assistant_only_loss=True, and no conversation of the {name} stream has an answer", mend=_OTHER_NAMES
+    )
+
+
 def _has_answer(messages: Any) -> bool:
-    return any(message.get("role", message.get("from")) in ("assistant", "gpt") for message in messages)
+    return any(message.get("role") == "assistant" or message.get("from") == "gpt" for message in messages)
 
 
 def _says_something(messages: Any) -> bool:

@@ -98,6 +98,8 @@ def check_dataset(
 
 def _renaming(row: Mapping[str, Any]) -> str | None:
     """The line of code that gives columns of other names the ones that are read; None where that is not enough."""
+    if "chosen" in row:  # of preferences, where the prompt is a list of messages too
+        return f'dataset = dataset.rename_column("chosen", "{"completion" if "prompt" in row else "messages"}")'
     for column, value in row.items():
         turns = value if isinstance(value, list) else ()
         if turns and all(isinstance(turn, Mapping) and {"role", "from"} & set(turn) for turn in turns):

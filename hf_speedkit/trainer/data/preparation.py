@@ -22,7 +22,7 @@ from hf_speedkit.packing.row_rules import PACKED_COLUMNS
 from hf_speedkit.packing.stream import PackedStream
 from hf_speedkit.packing.stream_source import refuse_other_orders, share_of_rank, shuffles_of
 from hf_speedkit.trainer.config import SpeedSFTConfig
-from hf_speedkit.trainer.data.answer_rows import answered, without_marks
+from hf_speedkit.trainer.data.answer_rows import answered, no_answers, without_marks
 from hf_speedkit.trainer.data.conversation_checks import SAMPLE_ROWS
 from hf_speedkit.trainer.data.document_ends import say_what_is_odd
 from hf_speedkit.trainer.data.inputs import (
@@ -144,6 +144,8 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
             tokens = super()._prepare_dataset(dataset, processing_class, whole, False, None, name)
         except RuntimeError as error:
             raise without_marks(error, dataset, name) from error
+        except StopIteration as error:  # a stream whose rows `answered` has left out
+            raise no_answers(name) from error
         except (TemplateError, TypeError) as error:  # of a row that no sample held; it says neither which nor why
             named = checks.failure_of(dataset) if isinstance(dataset, Dataset) else None
             if named is None:

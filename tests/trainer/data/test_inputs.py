@@ -68,10 +68,11 @@ def test_what_cannot_be_trained_on_is_refused_with_instructions(dataset, message
         ({"instruction": "a", "output": "b"}, True),
         ({"question": "a", "answer": "b"}, True),
         ({"prompt": "a", "response": "b"}, True),
+        ({"prompt": TURN, "chosen": TURN, "rejected": TURN}, True),  # and never the prompt alone
         ({"instruction": "a", "input": "", "output": "b"}, False),  # in other rows the input holds something
         ({"chat": []}, False),
     ],
-    ids=["chat", "instruction", "question", "response", "with an input", "an empty chat"],
+    ids=["chat", "instruction", "question", "response", "preferences", "with an input", "an empty chat"],
 )
 def test_columns_of_other_names_are_renamed_by_the_line_that_is_given(row, renamed):
     names = {"dataset": Dataset.from_list([row])}

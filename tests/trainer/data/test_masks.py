@@ -32,6 +32,12 @@ SHAREGPT = [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]
         (chats(1), PLAIN, "the chat template does not mark what the assistant says", "{% generation %}"),
         (chats(1), None, "the tokenizer has no chat template", "chat_template_path"),
         ([{"messages": chat("w1")}], MARKED, "none of 1 conversations of the train dataset has an answer", "assistant"),
+        (
+            [{"messages": [{"role": "User", "content": "w1"}, {"role": "model", "content": "w2"}]}],
+            MARKED,
+            "none of 1 conversations of the train dataset has an answer",
+            '"model": "assistant"',
+        ),
         ([{"messages": chat("w1", "")}], MARKED, "marks no token of a conversation", 'm["content"]'),
         (
             [{"conversations": SHAREGPT}],
@@ -40,16 +46,30 @@ SHAREGPT = [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]
             '"conversations"',
         ),
         ([{"messages": SHAREGPT}], MARKED, '"messages" of the train dataset are of "from"', 'row["messages"]'),
-        ([{"input_ids": [3, 4], "assistant_masks": [0, 1]}], MARKED, "are tokens already", "applied by themselves"),
+        ([{"input_ids": [3, 4], "assistant_masks": [0, 1]}], MARKED, "are tokens already", "their assistant_masks"),
         ([{"text": "w1 w2"}], MARKED, "are no conversations", '"messages"'),
     ],
-    ids=["no_markers", "no_template", "no_answer", "empty", "from_value", "from_in_messages", "tokens", "text"],
+    ids=[
+        "no_markers",
+        "no_template",
+        "no_answer",
+        "other_roles",
+        "empty",
+        "from_value",
+        "from_in_messages",
+        "tokens",
+        "text",
+    ],
 )
 def test_v82_answers_that_cannot_be_told_are_refused_with_the_mend(tmp_path, rows, template, said, mend):
     """TRL's own errors come after the model is loaded, name no row and say nothing of what to do."""
     with pytest.raises(SpeedkitError, match=re.escape(said)) as refused:
         trainer_for(tmp_path, Dataset.from_list(list(rows)), template, assistant_only_loss=True)
     assert mend in refused.value.mend
+    if refused.value.mend.startswith("roles ="):  # the line of code is right
+        names = {"dataset": Dataset.from_list(list(rows))}
+        exec(refused.value.mend, names)
+        trainer_for(tmp_path, names["dataset"], template, assistant_only_loss=True)
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])
@@ -250,6 +270,12 @@ def test_conversations_without_an_answer_are_left_out_and_not_the_end_of_the_run
     found = trainer.train_dataset.sample(9)[0] if streaming else trainer.train_dataset
     assert len(found) == 2
     assert ("1 of 3 conversations have no answer" in caplog.text) is not streaming
+
+
+def test_v82_a_stream_without_any_answer_is_refused_and_no_stop_of_an_iteration(tmp_path):
+    stream = Dataset.from_list([{"messages": chat("w1")}] * 2).to_iterable_dataset()
+    with pytest.raises(DatasetError, match="no conversation of the train stream has an answer"):
+        trainer_for(tmp_path, stream, MARKED, assistant_only_loss=True)
 
 
 def test_v17_what_a_padded_run_cuts_is_counted(tmp_path, caplog):
