@@ -89,7 +89,10 @@ def test_so_are_other_adapters(tmp_path, changes, said):
         refuse_other_model(adapted(**changes), tmp_path)
 
 
-def test_a_config_that_cannot_be_read_is_not_judged(copy):
+def test_a_config_that_cannot_be_read_or_leaves_a_size_to_the_code_is_not_judged(copy):
+    path = copy / "checkpoint-2" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "head_dim": None}))
+    refuse_other_model(tiny_llama(), copy / "checkpoint-2")
     shutil.rmtree(copy / "checkpoint-2")
     (copy / "checkpoint-4" / "config.json").write_text(json.dumps([1]))
     refuse_other_model(tiny_llama(), copy / "checkpoint-4")
