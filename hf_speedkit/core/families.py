@@ -62,6 +62,7 @@ LEAKS: Mapping[str, str] = MappingProxyType(
         "xlnet": _CAUSE_UNKNOWN,
         "xlstm": _NO_BOUNDARIES_IN_SCAN,
         "zamba": _NO_BOUNDARIES_IN_SCAN,
+        "zaya": "its attention convolves queries and keys over the row, which takes no document boundaries",
     }
 )
 """model_type, without the "_text" of a text config -> why packed rows of it leak."""

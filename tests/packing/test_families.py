@@ -83,6 +83,7 @@ LEAKING = {
         {**SHORT, "d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 2},
     ),
     "xlstm": ("xLSTMConfig", "xLSTMForCausalLM", {"num_heads": 2}),
+    "zaya": ("ZayaConfig", "ZayaForCausalLM", {**EXPERTS, "num_experts_per_tok": 1}),
 }  # fmt: skip
 
 WITHOUT_BOUNDARIES = {
