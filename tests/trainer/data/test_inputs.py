@@ -80,6 +80,7 @@ def test_columns_of_other_names_are_renamed_by_the_line_that_is_given(row, renam
         check_dataset(names["dataset"], text_field="text")
     assert ("rename_column" in refused.value.mend) is renamed
     if renamed:
+        assert ("chosen" in refused.value.mend) is ("chosen" in row)
         exec(refused.value.mend, names)
         check_dataset(names["dataset"], text_field="text")
 
