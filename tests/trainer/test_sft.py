@@ -279,9 +279,14 @@ def test_v10_a_padding_collator_put_in_afterwards_is_found(tmp_path):
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     trainer = trainer_for(tmp_path)
-    trainer.data_collator = DataCollatorForLanguageModeling(pad_token_id=0)
-    with pytest.raises(PackingError, match="one row"):
-        trainer.train()
+    for collator, said in (
+        (DataCollatorForLanguageModeling(pad_token_id=0), "one row"),
+        (None, "a NoneType, makes no row of documents\n  TypeError"),
+        (list, "makes no row of documents\n  it gave a list"),
+    ):
+        trainer.data_collator = collator
+        with pytest.raises(PackingError, match=said):
+            trainer.train()
 
 
 def test_v10_a_collator_that_keeps_back_what_kernels_read_is_named(tmp_path):

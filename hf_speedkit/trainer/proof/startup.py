@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import IntervalStrategy, TrainerControl, TrainerState, TrainingArguments
 
-from hf_speedkit.core.errors import IsolationError, PackingError
+from hf_speedkit.core.errors import IsolationError, PackingError, SpeedkitError
 from hf_speedkit.core.records import Finding, IsolationReport, KernelCheck
 from hf_speedkit.kernels.fla_convolution import through_fla
 from hf_speedkit.kernels.inspection import assert_kernels, check_kernels
@@ -216,7 +216,7 @@ class StartupProof(FirstStep):
 
     def probe_batch(self) -> dict[str, Any]:
         """A real packed batch on the model's device, through the collator that training will use."""
-        batch: dict[str, Any] = self._trainer.data_collator(self._rows())
+        batch = self._collated(self._rows())
         for key in ("token_counts", "target_positions"):  # for the trainer's own loss, not for the model
             batch.pop(key, None)
         prepared: dict[str, Any] = self._trainer._prepare_inputs(batch)
@@ -227,9 +227,30 @@ class StartupProof(FirstStep):
         """Three documents as TRL's padding-free collator puts them into one row, whatever the batch size."""
         trainer = self._trainer
         rows = [row for row in islice(trainer.train_dataset, 64) if len(row["input_ids"]) > 1][:3]
-        batch: dict[str, Any] = trainer._prepare_inputs(trainer.data_collator((rows * 3)[:3]))
+        batch: dict[str, Any] = trainer._prepare_inputs(self._collated((rows * 3)[:3]))
         check_packed_batch(batch)
         return batch
+
+    def _collated(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """What the collator makes of documents; another than the trainer's own may fail on them, or make no batch."""
+        collator = self._trainer.data_collator
+        failure = None
+        try:
+            batch = collator(rows)
+        except SpeedkitError:
+            raise
+        except Exception as error:  # noqa: BLE001 (collators raise what they like)
+            failure, batch = error, None
+        if not isinstance(batch, Mapping):
+            said = (
+                f"{type(failure).__name__}: {failure}" if failure is not None else f"it gave a {type(batch).__name__}"
+            )
+            raise PackingError(
+                f"the data_collator, a {type(collator).__name__}, makes no row of documents",
+                evidence=(said.splitlines()[0],),
+                mend="leave trainer.data_collator as SpeedSFTTrainer made it, or packing=False and padding_free=False",
+            ) from failure
+        return dict(batch)
 
     def _rows(self) -> list[dict[str, Any]]:
         """Documents of one real row, two or more; the loader is not touched."""
