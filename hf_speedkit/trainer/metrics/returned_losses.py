@@ -23,6 +23,8 @@ class ReturnedLosses:
 
     def __init__(self, trainer: Trainer | None) -> None:
         self._trainer = trainer
+        self._wrapper: Any = None
+        self._former: Any = None
         self.heard = False
 
     def hear(self, listen: Callable[[object], None]) -> None:
@@ -32,21 +34,26 @@ class ReturnedLosses:
             return
         self.stop()
         step = trainer.training_step
+        self._former = vars(trainer).get("training_step")  # somebody else's wrapper, or none
 
         @wraps(step)
         def training_step(*args: Any, **kwargs: Any) -> Any:
             loss = step(*args, **kwargs)
-            listen(loss)
+            if self.heard:
+                listen(loss)
             return loss
 
-        trainer.training_step = training_step
+        trainer.training_step = self._wrapper = training_step
         self.heard = True
 
     def stop(self) -> None:
-        """Take the wrapper off again."""
-        if self.heard:
-            vars(self._trainer).pop("training_step", None)
-            self.heard = False
+        """Take the wrapper off again; one that somebody has wrapped since stays and hears nothing."""
+        if self.heard and vars(self._trainer).get("training_step") is self._wrapper:
+            if self._former is None:
+                del vars(self._trainer)["training_step"]
+            else:
+                vars(self._trainer)["training_step"] = self._former
+        self.heard = False
 
     def forget_nonfinite(self) -> None:
         """Let the next window begin at 0: the Trainer subtracts its sum from itself, and NaN - NaN is NaN for good.

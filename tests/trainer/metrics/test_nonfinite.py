@@ -11,6 +11,7 @@ from transformers import Trainer, TrainerCallback
 
 from hf_speedkit.core.errors import ConfigurationError, NonFiniteError
 from hf_speedkit.trainer.attach import attach
+from hf_speedkit.trainer.metrics.returned_losses import ReturnedLosses
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback
 
 
@@ -89,6 +90,35 @@ def test_v30_a_loss_that_is_nan_only_where_the_trainer_gets_it_is_counted_and_so
     assert [math.isnan(row["loss"]) for row in rows] == [False, True, False]  # NaN - NaN would be NaN for good
     assert "1 of the last 2 steps had a NaN or infinite loss or gradient, the first was step 3" in caplog.text
     assert "training_step" not in vars(trainer)
+
+
+@pytest.mark.parametrize("patched", [False, True], ids=["as it was made", "patched by its user"])
+def test_what_hears_a_trainers_losses_leaves_it_as_it_was(patched):
+    class Told:
+        def training_step(self, loss):
+            return loss
+
+    trainer, heard = Told(), []
+    own = lambda loss: loss + 1  # noqa: E731
+    if patched:
+        trainer.training_step = own
+    first, second = ReturnedLosses(trainer), ReturnedLosses(trainer)
+    first.hear(heard.append)
+    second.hear(heard.append)
+    assert trainer.training_step(1) == 1 + patched
+    first.stop()  # its wrapper is inside the other one
+    trainer.training_step(2)
+    second.stop()
+    trainer.training_step(3)
+    assert heard == [1 + patched, 1 + patched, 2 + patched]
+    first.hear(heard.append)
+    first.stop()
+    assert trainer.training_step(4) == 4 + patched
+    alone = Told()
+    losses = ReturnedLosses(alone)
+    losses.hear(heard.append)
+    losses.stop()
+    assert vars(alone) == {}
 
 
 def test_v30_warn_goes_on(tmp_path, caplog):
