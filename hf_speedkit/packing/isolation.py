@@ -143,6 +143,11 @@ def _probe_inputs(batch: Mapping[str, Any], documents: tuple[Document, ...]) -> 
 def _replace_others(input_ids: torch.Tensor, document: Document, vocabulary: int) -> torch.Tensor:
     import torch
 
+    if int(input_ids.max()) >= vocabulary:  # on a GPU a device-side assert, from which no later call recovers
+        raise PackingError(
+            f"the batch has token id {int(input_ids.max())}, and the model's embedding has {vocabulary} rows",
+            mend="tokenize with the model's own tokenizer, or model.resize_token_embeddings(len(tokenizer))",
+        )
     # Adding 1 changes every token and stays in the vocabulary; random tokens would need a generator and could repeat.
     replaced = torch.remainder(input_ids + 1, vocabulary)
     replaced[0, document.start : document.stop] = input_ids[0, document.start : document.stop]
@@ -177,7 +182,13 @@ def _log_probs(model: torch.nn.Module, inputs: Mapping[str, Any]) -> torch.Tenso
         return fused.float()
     labels = inputs["labels"]
     unlabelled = {key: value for key, value in inputs.items() if key != "labels"}
-    logits = _called(model, unlabelled).logits[:, :-1].float()
+    outputs = _called(model, unlabelled)
+    if getattr(outputs, "logits", None) is None:
+        raise IsolationError(
+            f"{type(_unwrapped(model)).__name__} gives no logits to probe",
+            mend="pass the language model with its output layer (AutoModelForCausalLM), as it trains",
+        )
+    logits = outputs.logits[:, :-1].float()
     targets = labels[:, 1:]
     picked = torch.log_softmax(logits, -1).gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return picked.masked_fill(targets == IGNORE_INDEX, 0.0)
@@ -191,7 +202,10 @@ def _called(model: torch.nn.Module, inputs: Mapping[str, Any]) -> Any:
         if "packed sequences" not in str(error):
             raise
         raise IsolationError(
-            "a layer cannot keep the documents of a packed row apart", evidence=(str(error),), mend=KERNELS_OR_PADDING
+            "a layer cannot keep the documents of a packed row apart",
+            evidence=(str(error),),
+            mend=KERNELS_OR_PADDING,
+            regardless="SpeedSFTTrainer puts slow references in its place, which take packed rows",
         ) from error
 
 

@@ -94,6 +94,13 @@ def test_a_tolerance_that_is_none_is_refused(tolerance):
         assert_isolation(tiny_llama(), packed(), tolerance=tolerance)
 
 
+def test_a_model_or_a_batch_that_cannot_be_probed_is_told_as_such():
+    with pytest.raises(IsolationError, match="LlamaModel gives no logits"):
+        assert_isolation(tiny_llama().model, packed())
+    with pytest.raises(PackingError, match=f"token id {VOCABULARY}, and the model's embedding has {VOCABULARY} rows"):
+        assert_isolation(tiny_llama(), packed(input_ids=torch.full((1, 40), VOCABULARY)))
+
+
 def test_v01_layers_that_refuse_packed_rows_are_told_as_such():
     """transformers 5.23's functions without kernels, which raise a plain ValueError."""
     with pytest.raises(IsolationError, match=r"packed row apart\n.*causal_conv1d"):
