@@ -7,9 +7,9 @@ import math
 from hf_speedkit.core.errors import IsolationError
 from hf_speedkit.core.records import IsolationReport
 
+_PADDING = "train this model with packing=False and padding_free=False"
 KERNELS_OR_PADDING = (
-    "install the kernels that take document boundaries (`hf-speedkit doctor MODEL` names them), "
-    "or train this model with packing=False and padding_free=False"
+    f"install the kernels that take document boundaries (`hf-speedkit doctor MODEL` names them), or {_PADDING}"
 )
 
 
@@ -42,7 +42,7 @@ def isolation_error(report: IsolationReport) -> IsolationError:
                 f"{report.placement_change:.1e} at the row's start",
                 "documents do not see one another; positions, or what attention looks at, are those of the row",
             ),
-            mend="train this model with packing=False and padding_free=False",
+            mend=_PADDING,
         )
     named = f" through {', '.join(report.leaks)}" if report.leaks else ""
     return IsolationError(
@@ -54,5 +54,7 @@ def isolation_error(report: IsolationReport) -> IsolationError:
             f"(own {report.own_gradient:.1e})",
             f"operations looked at: {', '.join(report.operations) or 'none could be told apart'}",
         ),
-        mend=KERNELS_OR_PADDING,
+        mend=f'attn_implementation="sdpa", which reads where documents begin, or {_PADDING}'
+        if report.leaks == ("attention",)
+        else KERNELS_OR_PADDING,
     )

@@ -168,8 +168,9 @@ def test_v15_positions_that_reset_do_not_isolate_plain_causal_attention():
     AttentionInterface.register("plain_causal_for_this_test", plain_causal)
     model = tiny_llama()
     model.set_attn_implementation("plain_causal_for_this_test")
-    with pytest.raises(IsolationError, match="through attention"):
+    with pytest.raises(IsolationError, match="through attention") as refused:
         assert_isolation(model, packed())
+    assert refused.value.mend.startswith('attn_implementation="sdpa"')
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
