@@ -58,6 +58,21 @@ def counts_its_batch(args: TrainingArguments, model: torch.nn.Module) -> bool:
     return bool(args.process_index % ranks_on_one_batch(args, model) == 0)
 
 
+def new_rows_of(
+    args: TrainingArguments, model: torch.nn.Module, dataloader: object, *, drop_last: bool | None = None
+) -> NewRows | None:
+    """What tells the rows of a loader that accelerate has not repeated; None where ranks share out batches afterwards.
+
+    Args:
+        args, model: of the job.
+        dataloader, drop_last: as for `NewRows`.
+    """
+    if parallel_size(args, "sp") > 1:  # every rank draws batches of its own
+        return None
+    shared_by = ranks_on_one_batch(args, model) * ranks_on_one_row(args)
+    return NewRows(args, dataloader, shared_by=shared_by, drop_last=drop_last)
+
+
 class MicroBatchCounter:
     """Keeps one Observation per step until the steps are taken.
 
@@ -91,10 +106,7 @@ class MicroBatchCounter:
         """The counter of one rank of a training run."""
         return cls(
             own_batch=counts_its_batch(args, model),
-            # With sequence parallelism every rank draws batches of its own and the ranks share them out afterwards.
-            new_rows=None
-            if parallel_size(args, "sp") > 1
-            else NewRows(args, dataloader, shared_by=ranks_on_one_batch(args, model) * ranks_on_one_row(args)),
+            new_rows=new_rows_of(args, model, dataloader),
             cut=ranks_on_one_row(args) > 1,
         )
 

@@ -18,6 +18,7 @@ from trl import SFTTrainer
 
 from hf_speedkit.core.records import TokenCounts
 from hf_speedkit.packing.boundaries import IGNORE_INDEX
+from hf_speedkit.trainer.metrics.micro_batches import new_rows_of
 from hf_speedkit.trainer.metrics.nonfinite import log_refusal
 from hf_speedkit.trainer.metrics.repeated_rows import NewRows
 from hf_speedkit.trainer.metrics.returned_losses import forget_sum
@@ -317,7 +318,7 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
         prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
         # accelerate fills the last round of batches with rows from the beginning, which would count twice (case V28).
         loader = kwargs.get("dataloader", args[0] if args else None)
-        self._new_rows = NewRows(self.args, loader, drop_last=False)
+        self._new_rows = new_rows_of(self.args, self.model, loader, drop_last=False)
         if self.args.process_index == 0 and isinstance(getattr(loader, "dataset", None), IterableDatasetShard):
             logger.warning(
                 "%s_loss counts some documents of a stream twice: accelerate fills the last round of the %d ranks' "
