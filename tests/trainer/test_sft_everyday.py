@@ -100,7 +100,9 @@ def test_v30_a_nan_loss_ends_training_without_metrics_too(tmp_path):
     with pytest.raises(NonFiniteError, match="a step up to step 0 had a NaN"):
         trainer.log({"loss": float("nan")})
     trainer.args.nonfinite = "warn"
+    trainer._tr_loss = torch.tensor(float("nan"))
     trainer.log({"loss": float("nan")})
+    assert trainer._tr_loss == 0, "the Trainer takes its sum from itself, and NaN - NaN is NaN"
 
 
 def test_rows_are_weighed_by_their_targets_where_a_model_denies_loss_arguments(tmp_path):
