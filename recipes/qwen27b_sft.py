@@ -49,6 +49,7 @@ def main(argv: list[str]) -> None:
 
     from hf_speedkit import SpeedSFTTrainer
     from hf_speedkit.trainer.before_loading import require_before_loading
+    from hf_speedkit.trainer.checkpoints.final_model import require_room_at_end
     from hf_speedkit.trainer.data.before_weights import check_rows
     from hf_speedkit.trainer.dataset_source import load_rows
     from hf_speedkit.trainer.output import require_output
@@ -83,6 +84,7 @@ def main(argv: list[str]) -> None:
         processing_class=tokenizer,
         peft_config=adapter_config(model_args),
     )
+    require_room_at_end(trainer)
     trainer.train(resume_from_checkpoint=resume)
     if trainer.stopped_by is None:  # else its last act was a checkpoint, and the machine is about to go
         trainer.save_model(args.output_dir)
@@ -114,10 +116,7 @@ class RecipeArguments:
 def config_file(argv: list[str]) -> Path:
     """The YAML file: what `--config` names, else the one beside this script."""
     given = [part for name, part in options(argv) if name == "config"]
-    path = Path(given[-1]) if given else HERE / "qwen27b_sft.yaml"
-    if not path.is_file():
-        raise ConfigurationError(f"there is no config file {str(path)!r}", mend=f"try: {TINY}")
-    return path
+    return Path(given[-1]) if given else HERE / "qwen27b_sft.yaml"
 
 
 def parse(config: Path, argv: list[str]) -> tuple[RecipeArguments, Any, Any]:

@@ -29,6 +29,7 @@ class Contestant:
 
     name: str
     config: Path
+    workload: str = ""
     changed: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -116,12 +117,17 @@ def _contestants(configs: Sequence[Path], vary: Sequence[str]) -> list[Contestan
     names = [config.stem for config in configs]
     if len(set(names)) < len(names):
         names = [f"{config.parent.name}/{config.stem}" for config in configs]
-    found = [Contestant(name=name, config=config) for name, config in zip(names, configs, strict=True)]
+    workload = names[0] if len(configs) == 1 else ""  # several files have their script in common
+    found = [
+        Contestant(name=name, config=config, workload=workload) for name, config in zip(names, configs, strict=True)
+    ]
     for change in vary:
         key, given, value = change.partition("=")
         if not given or not key.isidentifier():
             raise typer.BadParameter(f"not KEY=VALUE: {change}", param_hint="--vary")
-        found.append(Contestant(name=f"{names[0]}, {change}", config=configs[0], changed={key: value}))
+        found.append(
+            Contestant(name=f"{names[0]}, {change}", config=configs[0], workload=workload, changed={key: value})
+        )
     if len({one.name for one in found}) < len(found):
         raise typer.BadParameter("the same settings are given twice", param_hint="SETTINGS")
     return found
@@ -148,7 +154,7 @@ def _job(one: Contestant, script: Path, repetition: int, launch: str, out: Path,
         "result": str((out / f"{name}.json").resolve()),
         "steps": steps,
         "name": one.name,
-        "workload": script.stem,
+        "workload": one.workload or script.stem,
         "repetition": repetition,
         "settings": _settings(one.config, options),
         # The first run says where the launches and the device's time go; a traced step enters no rate.

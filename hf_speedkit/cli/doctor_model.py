@@ -35,7 +35,7 @@ def find_config(model: str) -> Any:
     if path.exists():
         return _read(path, path / "config.json" if path.is_dir() else path)
     if _is_path(name):
-        raise _refused(f"{model}: no such file or directory. {ACCEPTED}.")
+        raise _refused(f"{model}: no such file or directory. {ACCEPTED}.{_meant(model)}")
     return _from_cache(name)
 
 
@@ -46,6 +46,13 @@ def _adapter_of(folder: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         return ""
     return f": it holds an adapter; ask about the model that it is for:  hf-speedkit doctor {base}"
+
+
+def _meant(name: str) -> str:
+    from hf_speedkit.trainer.setting_names import nearest_path
+
+    near = nearest_path(Path(name).expanduser())
+    return "" if near is None else f"\nOr was {near} meant?"
 
 
 def _is_path(model: str) -> bool:
@@ -75,7 +82,7 @@ def _from_cache(model: str) -> Any:
     if cached is None:
         raise _refused(
             f"{model}: no file or folder of that name here, and its config is not in the local cache ({HF_HUB_CACHE}). "
-            f"{ACCEPTED}.\nGet it with:  hf download {model} config.json"
+            f"{ACCEPTED}.\nGet it with:  hf download {model} config.json{_meant(model)}"
         )
     content = json.loads(Path(cached).read_text(encoding="utf-8-sig"))
     return _config_of(model, f"{model}: its config in the local cache", content)

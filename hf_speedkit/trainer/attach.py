@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,6 +12,8 @@ from transformers.trainer_callback import DefaultFlowCallback
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.trainer.installed_versions import warn_of_untested_versions
 from hf_speedkit.trainer.metrics.returned_losses import ReturnedLosses
+
+logger = logging.getLogger(__name__)
 
 _OURS = "hf_speedkit."
 """Where the modules of callbacks of ours begin: a trainer that has one has been warned about versions."""
@@ -80,16 +83,22 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> None:
     `Trainer(callbacks=...)` and `add_callback` put a callback behind the trackers, so what it adds to a log reaches the
     console and nothing else. This puts it in front of them and of a tracker of your own, right behind the callback that
     decides when to log and save. A callback the trainer already has is moved. Several keep their order, also over
-    several calls. Where the installed stack is outside the tested range, rank 0 logs a warning that names it.
+    several calls. Where the installed stack is outside the tested range, rank 0 logs a warning that names it, and
+    where the trainer has trained already one that nothing of that was looked at.
 
     Args:
         trainer: a transformers Trainer or any subclass, before `train()`.
         callbacks: instances of TrainerCallback.
 
     Raises:
-        ConfigurationError: something else than a trainer and callback instances, or a second callback of a kind that a
-            trainer has once (a ThroughputCallback, a KernelAssertionCallback).
+        ConfigurationError: no callback, something else than a trainer and callback instances, or a second callback of a
+            kind that a trainer has once (a ThroughputCallback, a KernelAssertionCallback).
     """
+    if not callbacks:
+        raise ConfigurationError(
+            "attach() was given no callback, so nothing would be looked at",
+            mend="attach(trainer, KernelAssertionCallback(), ThroughputCallback())",
+        )
     for callback in callbacks:
         if not isinstance(callback, TrainerCallback):
             name = callback.__name__ if isinstance(callback, type) else type(callback).__name__
@@ -111,6 +120,11 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> None:
     listed: list[TrainerCallback] = trainer.callback_handler.callbacks
     if trainer.is_world_process_zero() and not any(type(other).__module__.startswith(_OURS) for other in listed):
         warn_of_untested_versions()
+    if trainer.is_world_process_zero() and trainer.state.global_step:
+        logger.warning(
+            "attach() comes behind train(): nothing of the %d steps so far was looked at; call it before train()",
+            trainer.state.global_step,
+        )
     given = dict.fromkeys(callbacks)  # each once
     refuse_second([*(other for other in listed if other not in given), *given])
     for callback in given:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 from hf_speedkit.core.errors import DatasetError, SpeedkitError
 from hf_speedkit.trainer.hub_access import HubName, require_hub
+from hf_speedkit.trainer.setting_names import nearest, nearest_path
 
 _LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 _KINDS = f"the id of a dataset on the Hub, a folder, or a file ({', '.join(_LOADERS)})"
@@ -65,18 +68,40 @@ def refuse_missing_file(name: str) -> None:
         DatasetError: no such file.
     """
     if Path(name).suffix.lower() in _LOADERS and not Path(name).exists():
-        raise DatasetError(f"no such file: {name}", mend=f"correct the path (here is {Path.cwd()})")
+        near = nearest_path(name)
+        raise DatasetError(
+            f"no such file: {name}",
+            mend=(f"did you mean {near}? " if near else "") + f"correct the path (here is {Path.cwd()})",
+        )
 
 
 def _one_of(loaded: Any, split: str) -> Any:
     if split not in loaded:
-        raise DatasetError(f"there is no split {split!r}", mend=f"one of: {', '.join(map(str, loaded))}")
+        raise _no_split(split, list(map(str, loaded)))
     return loaded[split]
+
+
+def _no_split(split: str, there: list[str]) -> DatasetError:
+    near = there[0] if len(there) == 1 else nearest(split, there)
+    return DatasetError(
+        f"there is no split {split!r}",
+        evidence=(f"there are: {', '.join(there)}",),
+        mend=f"dataset_train_split: {near or there[0]} (of a plan: --split {near or there[0]})",
+    )
 
 
 def _unreadable(name: str, error: BaseException) -> DatasetError:
     told = f"dataset {name!r} cannot be loaded: {error}"
-    if isinstance(error, OSError) and error.errno is not None and not _is_about(error, name):
+    unknown = re.match(
+        r"Unknown split \"(.*)\"\. Should be one of \[(.*)\]", str(error)
+    )  # datasets 5.2, arrow_reader.py
+    if unknown:
+        return _no_split(unknown[1], re.findall(r"'([^']+)'", unknown[2]))
+    if (
+        isinstance(error, OSError)
+        and (error.errno is not None or "disk space" in str(error))
+        and not _is_about(error, name)
+    ):
         from datasets.config import HF_DATASETS_CACHE
 
         return DatasetError(
@@ -84,7 +109,29 @@ def _unreadable(name: str, error: BaseException) -> DatasetError:
             evidence=(f"datasets writes what it reads to {HF_DATASETS_CACHE} first",),
             mend="give HF_HOME (or HF_DATASETS_CACHE) a folder that can be written and has room",
         )
+    if Path(name).is_file() and Path(name).suffix.lower() in _LOADERS:
+        found = _first_bad_line(Path(name))
+        return DatasetError(
+            told,
+            evidence=(found,) if found else (),
+            mend=f"correct that line of {name}, or write the file anew" if found else f"write {name} anew, as "
+            f"{_LOADERS[Path(name).suffix.lower()]}",
+        )  # fmt: skip
     return DatasetError(told, mend=f"it is {_KINDS}, with this split")
+
+
+def _first_bad_line(path: Path) -> str | None:
+    """Which line is no JSON: pyarrow counts rows of a block, not lines of the file."""
+    if path.suffix.lower() != ".jsonl":
+        return None
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                if line.strip():
+                    json.loads(line)
+            except ValueError as error:
+                return f"line {number} is no JSON: {error}"
+    return None
 
 
 def _is_about(error: OSError, name: str) -> bool:

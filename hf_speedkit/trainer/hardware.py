@@ -129,7 +129,7 @@ def _no_gpu(state: TrainingState | None, command: str) -> HardwareError:
     return HardwareError(
         "This job needs an NVIDIA GPU, and there is none on this machine.",
         evidence=tuple(evidence),
-        mend=_tiny("run the job on a machine that has one", command),
+        mend=_tiny("run the job on a machine that has one, or a tiny model on the CPU (use_cpu: true)", command),
     )
 
 

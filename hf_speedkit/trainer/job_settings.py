@@ -12,7 +12,7 @@ import yaml
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.trainer.hardware import is_on
-from hf_speedkit.trainer.setting_names import meant_by
+from hf_speedkit.trainer.setting_names import meant_by, nearest_path
 
 
 def options(argv: Sequence[str]) -> list[tuple[str, str]]:
@@ -48,8 +48,14 @@ def settings(config: Path, argv: Sequence[str]) -> dict[str, Any]:
     """The YAML file's settings with those of the command line on top, as plain values.
 
     Raises:
-        ConfigurationError: the file holds something else than `key: value` lines, or one key twice.
+        ConfigurationError: there is no such file, or it holds something else than `key: value` lines, or one key twice.
     """
+    if not config.is_file():
+        near = None if config.exists() else nearest_path(config)
+        raise ConfigurationError(
+            f"there is no config file {str(config)!r}",
+            mend=f"did you mean {near}?" if near else "--config FILE.yaml; recipes/tiny_sft.yaml runs on any machine",
+        )
     values: object
     try:
         text = config.read_text(encoding="utf-8")
@@ -139,9 +145,11 @@ def require_named(job: Mapping[str, Any]) -> None:
             raise ConfigurationError(
                 f"{name}: there is no file or folder {value!r}",
                 evidence=("nothing expands ~ here",) if value.startswith("~") else (),
-                mend=f"{name}: {Path(value).expanduser()}" if value.startswith("~") else "correct the path, or name "
-                "what it is called on the Hub",
-            )  # fmt: skip
+                mend=f"{name}: {Path(value).expanduser()}"
+                if value.startswith("~")
+                else (f"did you mean {near}? Correct" if (near := nearest_path(value)) else "correct")
+                + " the path, or name what it is called on the Hub",
+            )
         if name == "model_name_or_path":
             refuse_no_model(value, name)
 

@@ -102,7 +102,17 @@ def require_checkpoint(resume: str | bool, output_dir: str | Path) -> None:
     elif (Path(str(resume)) / "trainer_state.json").is_file():
         return
     else:
-        what = f"resume_from_checkpoint={str(resume)!r} is no checkpoint: it holds no trainer_state.json"
+        lacks = "it holds no trainer_state.json" if Path(str(resume)).exists() else "nothing is there"
+        what = f"resume_from_checkpoint={str(resume)!r} is no checkpoint: {lacks}"
+    there = {
+        path
+        for folder in (Path(output_dir), Path(str(resume)), Path(str(resume)).parent)
+        for path in folder.glob("checkpoint-*")
+        if (path / "trainer_state.json").is_file()
+    }
+    last = max(there, key=lambda path: path.stat().st_mtime, default=None)
     raise ConfigurationError(
-        what, mend="name a checkpoint-N directory, or leave resume_from_checkpoint out to start a new run"
+        what,
+        mend=(f"resume_from_checkpoint: {last}, the last one there" if last else "name a checkpoint-N directory")
+        + ", or leave it out to start a new run",
     )

@@ -6,6 +6,7 @@ import difflib
 import multiprocessing
 from collections.abc import Iterable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from hf_speedkit.core.errors import ConfigurationError
@@ -36,6 +37,16 @@ COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The one of `known` that a misspelt name is nearest to; None where none is near."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
+
+
+def nearest_path(path: str | Path) -> str | None:
+    """What lies beside a path where there is nothing, and has nearly its name; None where nothing has."""
+    given = Path(path)
+    folder = given.parent
+    if not folder.is_dir():
+        return None
+    near = nearest(given.name, sorted(other.name for other in folder.iterdir()))
+    return None if near is None else str(folder / near)
 
 
 def meant_by(name: str, known: Iterable[str]) -> str | None:

@@ -35,6 +35,13 @@ def test_a_name_that_is_nowhere_says_what_was_looked_for_and_what_is_accepted(na
     assert ("hf download" in said(result)) is ("not in the local cache (" in said(result))
 
 
+@pytest.mark.parametrize("name", ["tiny-qwen", "./tiny-qwen"])
+def test_a_misspelt_folder_is_named(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny-qwen3").mkdir()
+    assert "Or was tiny-qwen3 meant?" in said(run(name))
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [

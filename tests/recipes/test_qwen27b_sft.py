@@ -19,7 +19,9 @@ from torch.multiprocessing import ProcessExitedException
 from trl import ModelConfig
 
 from hf_speedkit.core.errors import ConfigurationError, DatasetError
+from hf_speedkit.trainer import dataset_source
 from hf_speedkit.trainer.dataset_source import load_rows
+from hf_speedkit.trainer.job_settings import take_settings
 from hf_speedkit.trainer.weights import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -45,9 +47,15 @@ def test_the_config_beside_the_script_is_read_by_default():
     assert recipe.config_file([f"--config={TINY}"]) == TINY
 
 
-def test_a_config_that_is_not_there_is_named():
-    with pytest.raises(ConfigurationError, match=r"no config file 'missing.yaml'"):
-        recipe.config_file(["--config", "missing.yaml"])
+@pytest.mark.parametrize(
+    ("given", "mend"),
+    [("missing.yaml", "recipes/tiny_sft.yaml"), (str(TINY.with_name("tiny_stf.yaml")), f"did you mean {TINY}")],
+    ids=["missing", "misspelt"],
+)
+def test_a_config_that_is_not_there_is_named(given, mend):
+    with pytest.raises(ConfigurationError, match=f"no config file {given!r}") as refused:
+        take_settings(recipe.config_file(["--config", given]), [])
+    assert mend in refused.value.mend
 
 
 @pytest.mark.parametrize(
@@ -222,9 +230,28 @@ def test_rows_come_from_a_file_or_a_saved_dataset_and_a_wrong_split_is_named(tmp
     assert load_rows(str(file), split="train[:1]")["text"] == ["a"]
     DatasetDict(first=load_rows(str(file))).save_to_disk(tmp_path / "saved")
     assert len(load_rows(str(tmp_path / "saved"), split="first")) == 2
-    for place in (file, tmp_path / "saved"):
-        with pytest.raises(DatasetError, match="trian"):
+    for place, there in ((file, "train"), (tmp_path / "saved", "first")):
+        with pytest.raises(DatasetError, match=f"(?s)no split 'trian'.*dataset_train_split: {there}"):
             load_rows(str(place), split="trian")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [('{"text": "a"}\n{"text": "b"\n', "line 2 is no JSON: .*\nMend it:  correct that line"), ("", "is empty"),
+     (None, "no such file: .*rows.jsonl\nMend it:  did you mean .*rows.json[?]")],
+    ids=["broken", "empty", "misspelt"],
+)  # fmt: skip
+def test_a_file_that_cannot_be_read_is_told_with_the_line_or_the_file_that_was_meant(tmp_path, text, told):
+    (tmp_path / "rows.json").touch()
+    if text is not None:
+        (tmp_path / "rows.jsonl").write_text(text)
+    with pytest.raises(DatasetError, match=told):
+        load_rows(str(tmp_path / "rows.jsonl"))
+
+
+def test_a_disk_without_room_for_the_cache_of_datasets_is_not_taken_for_a_wrong_name():
+    full = OSError("Not enough disk space. Needed: Unknown size")  # datasets 5.2, builder.py: without an errno
+    assert "HF_DATASETS_CACHE" in dataset_source._unreadable("rows.jsonl", full).mend
 
 
 def test_a_folder_without_a_tokenizer_is_told_with_what_it_should_hold(tmp_path):

@@ -127,6 +127,17 @@ def test_something_else_than_a_callback_is_refused_before_anything_is_changed(tm
     assert names(trainer) == before
     with pytest.raises(ConfigurationError, match="a transformers Trainer first, not a NoneType"):
         attach(None, ThroughputCallback())
+    with pytest.raises(ConfigurationError, match="no callback, so nothing would be looked at"):
+        attach(trainer)
+
+
+def test_callbacks_that_come_behind_train_say_that_nothing_was_looked_at(tmp_path, caplog):
+    trainer = make_trainer(tmp_path)
+    attach(trainer, First())
+    assert "behind train()" not in caplog.text
+    trainer.state.global_step = 7
+    attach(trainer, ThroughputCallback())
+    assert "attach() comes behind train(): nothing of the 7 steps so far was looked at" in caplog.text
 
 
 def test_a_tracing_and_a_metrics_callback_know_of_each_other_however_they_came(tmp_path):

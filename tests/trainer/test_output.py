@@ -51,6 +51,14 @@ def test_resuming_from_nothing_is_refused_before_a_model_is_loaded(tmp_path, res
         require_checkpoint(resume, tmp_path)
 
 
+@pytest.mark.parametrize("given", ["", "checkpoint-7"], ids=["the run's folder", "another number"])
+def test_the_last_checkpoint_there_is_named_where_another_path_was_given(tmp_path, given):
+    (tmp_path / "checkpoint-5").mkdir()
+    (tmp_path / "checkpoint-5" / "trainer_state.json").touch()
+    with pytest.raises(ConfigurationError, match=f"resume_from_checkpoint: {tmp_path / 'checkpoint-5'}"):
+        require_checkpoint(str(tmp_path / given), tmp_path / "new")
+
+
 def test_a_checkpoint_that_is_there_passes(tmp_path):
     checkpoint = tmp_path / "checkpoint-5"
     checkpoint.mkdir()

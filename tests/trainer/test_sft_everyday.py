@@ -1,6 +1,7 @@
 """SpeedSFTTrainer with what real jobs bring along: metrics, mixtures of experts, mixed precision, several trainers."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -345,6 +346,9 @@ def test_the_head_of_every_kind_of_model_here_computes_its_own_loss():
         tokens = {"input_ids": probe_tokens(model, torch.device("cpu"))}
         assert prove_loss_head(model, model, tokens, dtype=None, own=False) < 1e-5
         assert [module.training for module in model.modules()] == before
+    model.get_output_embeddings().weight.data[3] = math.nan  # a damaged file, and no other function
+    with pytest.raises(ConfigurationError, match=r"not finite before step 1\n.* weights: lm_head.weight\n"):
+        prove_loss_head(model, model, tokens, dtype=None, own=False)
 
 
 def test_v32_a_head_of_another_width_is_told_as_one():

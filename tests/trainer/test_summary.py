@@ -88,3 +88,5 @@ def test_a_progress_line_shows_what_a_person_watches():
     )
     assert line == "loss 3.142, 12,346 real tokens/s"
     assert compact_line({"train_runtime": 3.0}) == ""
+    named = {"eval_code_loss": 2.5, "eval_code_accuracy": 0.25, "eval_code_runtime": 1.0, "eval_code_num_tokens": 9.0}
+    assert compact_line(named) == "eval code_loss 2.500, eval code_accuracy 0.250"

@@ -3,5 +3,5 @@
 - the trainer's part, which saves and goes on: safe
 - on the disk: files, folder, run_lock
 - stopped and going on: interrupt, resume, resume_model, other_model, sharded_weights
-- the model at the end: export
+- the model at the end, of a live run and of a checkpoint: final_model, export
 """

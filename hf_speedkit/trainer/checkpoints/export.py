@@ -7,24 +7,20 @@ import json
 import math
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hf_speedkit.core.errors import CheckpointError, ConfigurationError, SpeedkitError
 from hf_speedkit.trainer.checkpoints.files import damage, numbered_checkpoints, read_manifest
-from hf_speedkit.trainer.checkpoints.folder import named_failures, require_space
+from hf_speedkit.trainer.checkpoints.folder import require_space
 from hf_speedkit.trainer.checkpoints.resume import NO_WEIGHTS, reason_of, weights_damage
 from hf_speedkit.trainer.checkpoints.sharded_weights import is_sharded, sharded_tensors
-from hf_speedkit.trainer.ranks.agreement import agree
-
-if TYPE_CHECKING:
-    from hf_speedkit.trainer.checkpoints.safe import SafeCheckpoints
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # safetensors' own
@@ -58,7 +54,7 @@ def export_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) ->
 
 
 def model_bytes(model: torch.nn.Module, dtype: torch.dtype | None) -> int:
-    """Bytes of what `save_final_model` writes."""
+    """Bytes of what `final_model.save_final_model` writes."""
     return sum(value.numel() * export_tensor(name, value, dtype).element_size() for name, value in _meta(model))
 
 
@@ -78,44 +74,7 @@ def needs_all_ranks(trainer: Any) -> bool:
     return bool(spread or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
 
 
-def save_final_model(trainer: SafeCheckpoints, output_dir: Path, dtype: torch.dtype | None) -> None:
-    """Gather a model tensor by tensor on the process that writes, and save it; see `needs_all_ranks`.
-
-    Works whatever the state-dict type: Trainer (5.23, trainer.py:4097) writes nothing under SHARDED_STATE_DICT. Needs
-    the model's size in `dtype` in the writing process's memory: 54 GB for 27 billion parameters in bf16.
-
-    Raises:
-        CheckpointError: the disk has no room for it, before anything is gathered.
-    """
-    model, args = trainer.model, trainer.args
-    size = model_bytes(model, dtype)
-    # Of a whole model one rank may call it alone, as people do with the Trainer's own: nothing is exchanged.
-    together: Callable[[Callable[[], None]], None] = agree if needs_all_ranks(trainer) else _alone
-    together(lambda: require_space(output_dir, size, what="the final model") if args.should_save else None)
-    state = {}
-    for name, tensor in _exported(model):
-        whole = export_tensor(name, tensor.detach(), dtype)
-        if hasattr(whole, "full_tensor"):
-            whole = whole.full_tensor()  # a collective: every rank takes part, one keeps the result
-        if args.should_save:
-            state[name] = whole.cpu()
-    together(lambda: _write(trainer, output_dir, state, dtype))
-
-
-def _alone(act: Callable[[], None]) -> None:
-    act()
-
-
-def _write(trainer: SafeCheckpoints, output_dir: Path, state: dict[str, torch.Tensor], dtype: Any) -> None:
-    if trainer.args.should_save:
-        output_dir.mkdir(parents=True, exist_ok=True)
-    with named_failures(output_dir, "the final model"):
-        trainer._save(str(output_dir), state_dict=state)
-    if trainer.args.should_save and dtype is not None:
-        _say_dtype(output_dir, dtype)
-
-
-def _say_dtype(directory: Path, dtype: torch.dtype) -> None:
+def say_dtype(directory: Path, dtype: torch.dtype) -> None:
     """`save_pretrained` writes the model's own type into config.json, and a loader would go by that."""
     path = directory / "config.json"
     if path.is_file():
@@ -124,7 +83,7 @@ def _say_dtype(directory: Path, dtype: torch.dtype) -> None:
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _exported(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def exported_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of what is exported: tied weights once, of an adapter model what was trained."""
     once = dict(model.named_parameters())
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -136,7 +95,7 @@ def _exported(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _meta(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in _exported(model):
+    for name, tensor in exported_tensors(model):
         yield name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
@@ -260,7 +219,7 @@ def _reading(checkpoint: Path) -> Iterator[None]:
 
 
 def _refuse_other_config(model: torch.nn.Module, state: Mapping[str, torch.Tensor], checkpoint: Path) -> None:
-    missing = [name for name, _ in _exported(model) if name not in state]
+    missing = [name for name, _ in exported_tensors(model) if name not in state]
     unknown = [name for name in state if name not in model.state_dict()]
     if missing or unknown:
         raise CheckpointError(
@@ -299,13 +258,13 @@ def _export_model(checkpoint: Path, output_dir: Path, dtype: torch.dtype | None)
     else:
         with _reading(checkpoint):
             model = kind.from_pretrained(checkpoint, dtype="auto")
-        state = {name: export_tensor(name, tensor, dtype) for name, tensor in _exported(model)}
+        state = {name: export_tensor(name, tensor, dtype) for name, tensor in exported_tensors(model)}
     size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
     require_space(output_dir, size, what="the model")
     model.save_pretrained(output_dir, state_dict=state)
     written = DTYPES.get(_dtype_of(output_dir))
     if written is not None:
-        _say_dtype(output_dir, written)
+        say_dtype(output_dir, written)
 
 
 def _export_adapters(checkpoint: Path, output_dir: Path) -> None:

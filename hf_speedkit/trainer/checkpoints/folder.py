@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 UNFINISHED_NAME = "_unfinished"  # neither checkpoint-*, which transformers sorts and deletes, nor pushed to the Hub
 _REPLACED_NAME = "replaced"
+_CHECKPOINT = "a checkpoint"
 _FULL_BYTES = 16 << 20
 _OF_A_FULL_DISK = ("no space left", "os error 28", "quota", "file too large")
 
@@ -53,7 +54,7 @@ def clean_leftovers(run_dir: Path) -> None:
         logger.warning("removed %s, which was not written to its end", ", ".join(left))
 
 
-def require_space(run_dir: Path, needed_bytes: int, *, what: str = "a checkpoint") -> None:
+def require_space(run_dir: Path, needed_bytes: int, *, what: str = _CHECKPOINT) -> None:
     """Refuse a save that the disk has no room for, before anything of it is written.
 
     Args:
@@ -71,13 +72,19 @@ def require_space(run_dir: Path, needed_bytes: int, *, what: str = "a checkpoint
         return
     older = numbered_checkpoints(run_dir)
     evidence = tuple(f"{path.name} takes {bytes_in_words(_size_bytes(path))}" for _, path in older)
+    mend, regardless = "free space there or choose another output_dir", None
+    if what == _CHECKPOINT:  # neither helps the model at the end
+        mend += (
+            "; save_total_limit keeps fewer (the old ones are deleted after the new one is whole, so room for one more "
+            "is always needed)"
+        )
+        regardless = 'save_strategy="no" trains without checkpoints'
     raise CheckpointError(
         f"{what} takes {bytes_in_words(needed_bytes)}, and the disk of {str(run_dir)!r} has {bytes_in_words(free)} "
         "free; nothing was written",
         evidence=evidence,
-        mend="free space there or choose another output_dir; save_total_limit keeps fewer (the old ones are deleted "
-        "after the new one is whole, so room for one more is always needed)",
-        regardless='save_strategy="no" trains without checkpoints',
+        mend=mend,
+        regardless=regardless,
     )
 
 
@@ -146,7 +153,8 @@ def failed_write(error: BaseException, run_dir: Path, name: str) -> BaseExceptio
     return CheckpointError(
         f"{name} could not be written{': the disk is full, or a quota is used up' if full else ''}",
         evidence=(said, f"{bytes_in_words(disk.free)} free; last whole checkpoint: {good[0] if good else 'none'}"),
-        mend=("free space" if full else "mend what is named") + ", then go on with resume_from_checkpoint=True",
+        mend=("free space" if full else "mend what is named")
+        + (", then go on with resume_from_checkpoint=True" if good else ", and start anew: there is no checkpoint"),
     )
 
 

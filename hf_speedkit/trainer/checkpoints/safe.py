@@ -21,12 +21,11 @@ from hf_speedkit.trainer.checkpoints.export import (
     describe_model,
     export_dtype,
     is_adapter_model,
-    is_fsdp2,
     model_bytes,
     needs_all_ranks,
-    save_final_model,
 )
 from hf_speedkit.trainer.checkpoints.files import checked_files, files_of
+from hf_speedkit.trainer.checkpoints.final_model import save_final_model
 from hf_speedkit.trainer.checkpoints.folder import (
     UNFINISHED_NAME,
     checkpoint_bytes,
@@ -212,15 +211,12 @@ class SafeCheckpoints(StreamedBatches):
         Raises:
             CheckpointError: the disk has no room for it, or another rank has ended without this call.
         """
-        if not _internal_call and needs_all_ranks(self):
-            self.startup.call(self._final_save)
-        dtype = export_dtype(self.args, self.model)
-        if _internal_call or (dtype is None and not is_fsdp2(self)):
+        if _internal_call:
             super().save_model(output_dir, _internal_call)
             return
-        save_final_model(self, Path(output_dir or self.args.output_dir), dtype)
-        if self.args.push_to_hub:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+        if needs_all_ranks(self):
+            self.startup.call(self._final_save)
+        save_final_model(self, Path(output_dir or self.args.output_dir), plain=super().save_model)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's end, which with save_total_limit=1 deletes all but the best checkpoint (5.23, trainer.py:2023).

@@ -1,7 +1,7 @@
 """From the rows a user has to documents of tokens; what would be trained on wrongly is refused or said.
 
 - rows before tokenization: before_weights, inputs, raw_rows, answer_rows, empty_contents,
-  token_masks
+  token_masks, other_formats
 - chat templates and masks: conversation_checks, conversation_refusals, template_faults, templates
 - documents: preparation, positions, document_ends
 - a stream: streaming

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from datasets import Dataset, DatasetDict, IterableDataset
+from datasets import Dataset, IterableDataset
 from trl import SFTConfig
 
 from hf_speedkit.core.errors import ConfigurationError, DatasetError
@@ -16,6 +15,7 @@ from hf_speedkit.packing.boundaries import IGNORE_INDEX
 from hf_speedkit.packing.document_columns import blocks
 from hf_speedkit.packing.row_rules import OTHER_MASKS, READ_MASKS
 from hf_speedkit.trainer.data.answer_rows import refuse_plain_rows
+from hf_speedkit.trainer.data.other_formats import as_dataset, mend_of_columns
 from hf_speedkit.trainer.data.raw_rows import (
     check_raw_rows,
     columns_of,
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What others call a prompt and its completion.
-_PAIRS = (("prompt", "response"), ("prompt", "output"), ("prompt", "answer"), ("instruction", "output"),
-          ("instruction", "response"), ("question", "answer"), ("input", "output"))  # fmt: skip
 _TEMPLATE_COLUMN = "chat_template_kwargs"
 
 
@@ -61,9 +58,7 @@ def check_dataset(
     if not isinstance(dataset, (Dataset, IterableDataset)):
         raise DatasetError(
             f"the {name} dataset is {type(dataset).__name__}",
-            mend=f'pass one of its splits: dataset["{next(iter(dataset))}"]'
-            if isinstance(dataset, DatasetDict) and dataset
-            else 'pass a datasets.Dataset, for example datasets.load_dataset("json", data_files=...)["train"]',
+            mend=as_dataset(dataset),
         )
     streaming = isinstance(dataset, IterableDataset)
     if next(iter(dataset), None) is None if streaming else len(dataset) == 0:
@@ -85,7 +80,7 @@ def check_dataset(
         raise DatasetError(
             f"the {name} dataset has no column to train on",
             evidence=(f"columns: {', '.join(sorted(columns))}",),
-            mend=_renaming(next(iter(dataset)))
+            mend=mend_of_columns(next(iter(dataset)))
             or f'give it "messages" (chat), "prompt" and "completion", or "{text_field}" (plain text; '
             "dataset_text_field, of a plan --text-field, names another column)",
         )
@@ -94,23 +89,6 @@ def check_dataset(
     check_raw_rows(dataset, text_field, name)
     if "input_ids" not in columns and not is_pair(columns):
         _check_conversations(dataset, name)
-
-
-def _renaming(row: Mapping[str, Any]) -> str | None:
-    """The line of code that gives columns of other names the ones that are read; None where that is not enough."""
-    if "chosen" in row:  # of preferences, where the prompt is a list of messages too
-        return f'dataset = dataset.rename_column("chosen", "{"completion" if "prompt" in row else "messages"}")'
-    for column, value in row.items():
-        turns = value if isinstance(value, list) else ()
-        if turns and all(isinstance(turn, Mapping) and {"role", "from"} & set(turn) for turn in turns):
-            return f'dataset = dataset.rename_column("{column}", "messages")'
-    if {"instruction", "input"} <= set(row):  # Alpaca's: both belong to the prompt, and renaming would lose one
-        return None
-    for prompt, completion in _PAIRS:
-        if {prompt, completion} <= set(row):
-            names = {name: new for name, new in ((prompt, "prompt"), (completion, "completion")) if name != new}
-            return f"dataset = dataset.rename_columns({json.dumps(names)})"
-    return None
 
 
 def _refuse_idle_mask(columns: set[str], completion_only_loss: bool | None, name: str) -> None:

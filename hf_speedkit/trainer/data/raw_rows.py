@@ -86,14 +86,21 @@ def formatted(dataset: Any, formatting_func: Callable[[Any], Any], text_field: s
     """The dataset as plain text. TRL keeps the other columns, and where there are `messages` trains on those instead.
 
     Raises:
-        DatasetError: the function returns something else than a text; for a stream while it is read.
+        DatasetError: the function fails, or returns something else than a text; for a stream while it is read.
     """
     arguments = {"formatting_func": formatting_func, "text_field": text_field}
     return dataset.map(_format, fn_kwargs=arguments, remove_columns=columns_of(dataset))
 
 
 def _format(row: Mapping[str, Any], formatting_func: Callable[[Any], Any], text_field: str) -> dict[str, str]:
-    text = formatting_func(row)
+    try:
+        text = formatting_func(row)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise DatasetError(
+            f"formatting_func fails on a row: {type(error).__name__}: {error}",
+            evidence=(f"columns: {', '.join(row)}",),
+            mend="it is given one row, a dict, and returns one string",
+        ) from error
     if not isinstance(text, str):
         raise DatasetError(
             f"formatting_func returned a {type(text).__name__}, not a text",

@@ -19,6 +19,8 @@ _SHOWN: tuple[tuple[str, str], ...] = (
     ("speed/step_time_s", "step {:.2f} s"),
     ("speed/gpu_utilization", "GPU utilisation {:.0f} %"),
 )
+# Of an evaluation, whatever its set is called: how long it took, and what TRL 1.16 adds by itself.
+_UNSHOWN_OF_EVAL = ("runtime", "_per_second", "_time", "_entropy", "_mean_token_accuracy", "_num_tokens")
 
 
 class CompactProgress(ProgressCallback):  # type: ignore[misc]
@@ -37,4 +39,14 @@ class CompactProgress(ProgressCallback):  # type: ignore[misc]
 
 def compact_line(logs: Mapping[str, Any]) -> str:
     """The numbers a person watches; empty where a log has none of them."""
-    return ", ".join(shown.format(logs[key]) for key, shown in _SHOWN if isinstance(logs.get(key), (int, float)))
+    parts = [shown.format(logs[key]) for key, shown in _SHOWN if isinstance(logs.get(key), (int, float))]
+    own = {key for key, _ in _SHOWN}
+    for key, value in logs.items():  # of sets with names (eval_NAME_loss), and of a compute_metrics
+        if (
+            key.startswith("eval_")
+            and key not in own
+            and not key.endswith(_UNSHOWN_OF_EVAL)
+            and isinstance(value, (int, float))
+        ):
+            parts.append(f"{key.replace('_', ' ', 1)} {value:.3f}")
+    return ", ".join(parts)

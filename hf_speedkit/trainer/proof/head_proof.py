@@ -110,7 +110,7 @@ def prove_loss_head(
         The largest difference of a log-probability.
 
     Raises:
-        ConfigurationError: they differ by more than rounding.
+        ConfigurationError: they differ by more than rounding, or the model's own are not finite.
 
     Cost: two or three forward passes.
     """
@@ -147,6 +147,8 @@ def prove_loss_head(
     if dtype is None:
         dtype = base.get_output_embeddings().weight.dtype
     allowed = _TOLERANCE.get(dtype, _COARSE_TOLERANCE) * max(1.0, float(logits.abs().max()))
+    if not bool(torch.isfinite(expected).all()):
+        raise _not_finite(base)
     if not difference <= allowed:
         raise _other_logits(
             base,
@@ -154,6 +156,22 @@ def prove_loss_head(
             "multiply by its output layer's weight",
         )
     return difference
+
+
+def _not_finite(base: Any) -> ConfigurationError:
+    own = {name: getattr(weight, "_local_tensor", weight) for name, weight in base.named_parameters()}
+    bad = [name for name, weight in own.items() if not bool(torch.isfinite(weight).all())]
+    return ConfigurationError(
+        f"the logits of {type(base).__name__} are not finite before step 1",
+        evidence=(
+            f"NaN or infinite weights: {', '.join(bad[:3])}{f' and {len(bad) - 3} more' if len(bad) > 3 else ''}"
+            if bad
+            else "all weights are finite: a layer's output is too large for the type it is computed in",
+        ),
+        mend="load the weights anew: the file is damaged, or the run that wrote it had diverged"
+        if bad
+        else "compute in bf16 or fp32",
+    )
 
 
 def _other_logits(base: Any, evidence: str) -> ConfigurationError:

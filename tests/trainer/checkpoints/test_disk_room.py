@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 
 from hf_speedkit.core.errors import CheckpointError
 from hf_speedkit.trainer.checkpoints.files import MANIFEST_NAME, read_manifest
+from hf_speedkit.trainer.checkpoints.final_model import require_room_at_end
 from hf_speedkit.trainer.checkpoints.folder import (
     UNFINISHED_NAME,
     failed_write,
@@ -31,8 +32,15 @@ def test_a_disk_without_room_is_refused_before_the_first_step(tmp_path, monkeypa
         trainer.train()
     assert trainer.state.global_step == 0
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(200_000, 199_000, 1_000))
-    small(tmp_path / "none", save_strategy="no", max_steps=1).train()
+    trainer = small(tmp_path / "none", save_strategy="no", max_steps=1)
+    trainer.train()
     assert "nothing but a final model will be kept, if that: the model at the end takes" in caplog.text
+    # A job that saves it into output_dir asks before step 1, as the recipe does; else the call itself refuses.
+    for ask in (lambda: require_room_at_end(trainer), trainer.save_model):
+        with pytest.raises(CheckpointError, match=r"the final model takes .* nothing was written") as refused:
+            ask()
+        assert refused.value.regardless is None  # it has save_strategy="no"
+    assert names(tmp_path / "none") == []
 
 
 def test_a_disk_that_tells_no_size_is_not_taken_for_a_full_one(tmp_path, monkeypatch):
@@ -75,8 +83,9 @@ def test_a_quota_that_shows_when_files_are_flushed_is_named_as_well(tmp_path, mo
     assert names(tmp_path) == [UNFINISHED_NAME, "checkpoint-2"]
 
 
-def test_a_disk_that_fills_up_under_the_final_model_is_named(tmp_path, monkeypatch):
-    trainer = small(tmp_path, max_steps=2, export_dtype="bfloat16")
+@pytest.mark.parametrize("export_dtype", ["bfloat16", "stored"])  # gathered here, and saved by the Trainer itself
+def test_a_disk_that_fills_up_under_the_final_model_is_named(tmp_path, monkeypatch, export_dtype):
+    trainer = small(tmp_path, max_steps=2, export_dtype=export_dtype)
     trainer.train()
     full = SafetensorError('I/O error: Os { code: 28, kind: StorageFull, message: "No space left on device" }')
     monkeypatch.setattr(trainer, "_save", lambda *_, **__: (_ for _ in ()).throw(full))

@@ -34,7 +34,7 @@ def test_auto_stores_what_a_run_computes_in_and_a_whole_model_is_saved_by_one_ra
 ):
     # What people write with the Trainer's own save_model: if trainer.is_world_process_zero(): trainer.save_model()
     monkeypatch.setattr(
-        "hf_speedkit.trainer.checkpoints.export.agree", lambda _: pytest.fail("it waits for the other ranks")
+        "hf_speedkit.trainer.checkpoints.final_model.agree", lambda _: pytest.fail("it waits for the other ranks")
     )
     small(tmp_path, export_dtype=dtype, save_strategy="no").save_model(str(tmp_path / "final"))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype="auto").dtype == stored
