@@ -54,7 +54,10 @@ def check_combinations(config: Any) -> None:
 def _check_best(config: Any) -> None:
     saves, evaluates = word_of(config.save_strategy), word_of(config.eval_strategy)
     if saves == "best":
-        if config.metric_for_best_model is None:
+        # transformers takes the loss where the best one is to be loaded as well, or the rate follows a metric (5.23,
+        # training_args.py:1586).
+        by_loss = config.load_best_model_at_end or word_of(config.lr_scheduler_type) == "reduce_lr_on_plateau"
+        if config.metric_for_best_model is None and not by_loss:
             raise ConfigurationError(
                 'save_strategy="best" does not say by which metric', mend='metric_for_best_model="loss"'
             )

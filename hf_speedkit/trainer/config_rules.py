@@ -186,6 +186,7 @@ def say_what_is_idle(config: Any) -> None:
     inside = config.fsdp_config if isinstance(config.fsdp_config, dict) else {}
     recomputed = config.activation_checkpointing or inside.get("activation_checkpointing")
     evaluates, optimizer = word_of(config.eval_strategy) != "no", word_of(config.optim)
+    schedule = word_of(config.lr_scheduler_type)
     for on, switch, names in (
         (config.packing, "packing=True", _NEEDS_PACKING),
         (config.throughput, "throughput=True", ("peak_tflops",)),
@@ -195,11 +196,12 @@ def say_what_is_idle(config: Any) -> None:
         # Beside a launcher's FSDP too: its own settings count then.
         (config.fsdp, "fsdp=True", ("fsdp_config",)),
         (evaluates, 'eval_strategy="steps"', _NEEDS_EVALUATION),
+        (not schedule.startswith("constant"), "a schedule other than constant", ("lr_scheduler_kwargs",)),
         (config.push_to_hub, "push_to_hub=True", _NEEDS_HUB),
         (config.use_liger_kernel, "use_liger_kernel=True", ("liger_kernel_config",)),
         (optimizer.startswith(("galore", "apollo")), 'optim="galore_adamw"', ("optim_target_modules",)),
-        # Betas, epsilon and decay have settings of their own.
-        (not optimizer.startswith("adamw_torch"), "an optim other than AdamW", ("optim_args",)),
+        # Betas, epsilon and decay have settings of their own; of AdamW those in 4 and 8 bits have arguments.
+        (not optimizer.startswith("adamw_torch") or "bit" in optimizer, "an optim other than AdamW", ("optim_args",)),
     ):
         idle = [] if on else [name for name in names if not _is_default(config, name)]
         if idle:

@@ -34,9 +34,10 @@ def _count(least: int) -> _Rule:
     return lambda text: text.strip().isdecimal() and int(text) >= least, f"a whole number from {least} up"
 
 
-_FLAG: _Rule = (_words("y", "yes", "t", "true", "on", "1", "n", "no", "f", "false", "off", "0")[0], "true or false")
+_OFF = ("n", "no", "f", "false", "off", "0")
+_FLAG: _Rule = (_words("y", "yes", "t", "true", "on", "1", *_OFF)[0], "true or false")
 # Read by accelerate as `.lower() == "true"` in one place and as any word for yes in another: "1" is half on.
-_TRUTH = _words("true", "false")
+_TRUTH: _Rule = (_words("true", *_OFF)[0], "one of: true, false")
 _STRATEGY = _words("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", *"12345")
 _VERSION = _words("1", "2")
 
@@ -60,7 +61,6 @@ _ALWAYS: dict[str, _Rule] = {
     "RANK": _count(0),
     "LOCAL_RANK": (lambda text: text == "-1" or _count(0)[0](text), _count(0)[1]),
     "WORLD_SIZE": _count(1),
-    "MASTER_PORT": _count(0),
 }
 # The name after FSDP_, the key of fsdp_config (None where transformers reads none), and what either may be.
 _FSDP: tuple[tuple[str, str | None, _Rule], ...] = (
@@ -127,6 +127,8 @@ def check_launcher(config: Any, environment: Mapping[str, str] | None = None) ->
 def _rules(config: Any, environment: Mapping[str, str]) -> Iterator[tuple[str, _Rule]]:
     """The variables that will be read, as far as that can be known."""
     yield from _ALWAYS.items()
+    if environment.get("WORLD_SIZE", "1") != "1":  # alone nobody reads it: Kubernetes makes one for a service "master"
+        yield "MASTER_PORT", _count(0)
     if "ACCELERATE_DYNAMO_BACKEND" in environment:
         from accelerate.utils import DynamoBackend
 

@@ -69,10 +69,10 @@ _RULES: tuple[tuple[str, _Fits, str], ...] = (
     ("dataset_num_proc", whole(1, none=True), f"{_COUNT}, or None"),
     ("neftune_noise_alpha", number(0.0, none=True), "a number that is not negative, or None"),
     ("label_smoothing_factor", number(0.0, below=1.0), "a number from 0 up and below 1"),
-    ("save_total_limit", whole(0, none=True), "a whole number of checkpoints to keep, or None for all"),
+    ("save_total_limit", whole(-(2**63), none=True), "a whole number of checkpoints to keep, or None for all"),
     ("eval_accumulation_steps", whole(1, none=True), f"{_COUNT}, or None"),
     ("torch_empty_cache_steps", whole(1, none=True), f"{_COUNT}, or None"),
-    ("ddp_timeout", whole(1), "a whole number of seconds, 1800 for example"),
+    ("ddp_timeout", number(0.0, above=True), "a number of seconds, 1800 for example"),
 )
 # Only read where the strategy is "steps".
 _INTERVALS = (
@@ -134,12 +134,13 @@ def _check_schedule_kwargs(kind: str, given: Any) -> None:
     function = next(made for name, made in TYPE_TO_SCHEDULER_FUNCTION.items() if word_of(name) == kind)
     taken = {name: one for name, one in signature(function).parameters.items() if name not in _GIVEN_TO_SCHEDULES}
     open_ended = any(one.kind is one.VAR_KEYWORD for one in taken.values())
-    unknown = [] if open_ended else [name for name in given if name not in taken]
+    # A schedule that takes nothing ignores them, which is said where other idle settings are.
+    unknown = [] if open_ended or not taken else [name for name in given if name not in taken]
     missing = [name for name, one in taken.items() if one.default is one.empty and one.kind is not one.VAR_KEYWORD]
     if unknown:
         raise ConfigurationError(
             f"lr_scheduler_type={kind!r} takes no {', '.join(unknown)}",
-            mend=f"lr_scheduler_kwargs takes: {', '.join(taken) or 'nothing here'}",
+            mend=f"lr_scheduler_kwargs takes: {', '.join(taken)}",
         )
     if not set(missing) <= set(given):
         raise ConfigurationError(

@@ -16,6 +16,9 @@ logger = logging.getLogger(__name__)
 MODEL_SOURCE = "the model (model_name_or_path): its id on the Hub, or a folder with config, weights and tokenizer"
 
 
+_MARK = "speedkit_checked"
+
+
 @contextmanager
 def reading_weights(name: str) -> Iterator[None]:
     """What transformers raises while it reads a checkpoint, as an error that says what to do.
@@ -80,7 +83,8 @@ def checked_loading() -> Iterator[None]:
     """While it lasts, a model that TRL loads by its name is looked at as one that `load_model` loads.
 
     SFTTrainer (1.16, sft_trainer.py:690) loads inside its constructor and keeps nothing of what transformers found, so
-    its loader is replaced for that long, in that module alone; in a TRL without that name, nothing is.
+    its loader is replaced for that long, in that module alone; in a TRL without that name, nothing is. Of trainers that
+    are made at once, in threads or one inside the other, the first one's loader looks for all.
 
     Raises:
         ConfigurationError: see `reading_weights` and `refuse_missing`.
@@ -88,7 +92,7 @@ def checked_loading() -> Iterator[None]:
     from trl.trainer import sft_trainer
 
     original: Callable[..., Any] | None = getattr(sft_trainer, "create_model_from_path", None)
-    if original is None:
+    if original is None or getattr(original, _MARK, False):
         yield
         return
 
@@ -98,6 +102,7 @@ def checked_loading() -> Iterator[None]:
         refuse_missing(model_id, model, found)
         return model
 
+    setattr(load, _MARK, True)
     sft_trainer.create_model_from_path = load
     try:
         yield

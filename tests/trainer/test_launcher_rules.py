@@ -34,6 +34,10 @@ def test_what_accelerate_itself_leaves_passes_without_a_word(caplog):
     check_launcher(job(), LAUNCHED)
     check_launcher(job(fsdp=True), {**FSDP2, "FSDP_VERSION": "1", "FSDP_RESHARD_AFTER_FORWARD": "FULL_SHARD"})
     check_launcher(job(), {})
+    # Off is off in every reader; one process does not read the port, which Kubernetes writes for a service "master".
+    check_launcher(
+        job(), {"ACCELERATE_USE_FSDP": "0", "ACCELERATE_USE_DEEPSPEED": "no", "MASTER_PORT": "tcp://10.0.0.1:80"}
+    )
     assert caplog.text == ""
 
 
@@ -49,6 +53,7 @@ def test_what_accelerate_itself_leaves_passes_without_a_word(caplog):
         ("ACCELERATE_DYNAMO_MODE", "quick", {}, "max-autotune"),
         ("LOCAL_RANK", "x", {}, "a whole number from 0 up"),
         ("WORLD_SIZE", "0", {}, "a whole number from 1 up"),
+        ("MASTER_PORT", "tcp://10.0.0.1:80", {"WORLD_SIZE": "2"}, "a whole number from 0 up"),
         ("FSDP_VERSION", "two", FSDP2, "one of: 1, 2"),
         ("FSDP_STATE_DICT_TYPE", "WHOLE", FSDP2, "FULL_STATE_DICT, SHARDED_STATE_DICT"),
         ("FSDP_RESHARD_AFTER_FORWARD", "FULL_SHARD", FSDP2, "true or false"),

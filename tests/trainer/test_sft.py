@@ -309,6 +309,12 @@ def test_v10_v20_rows_put_into_the_datasets_place_are_counted_and_checked_again(
     trainer.train()
     report = trainer.summary().documents
     assert (report.documents, report.targetless_documents, report.real_tokens) == (2, 2, 60)
+    padded = trainer_for(tmp_path / "padded", packing=False, max_steps=1)
+    with pytest.raises(DatasetError, match="not by a tokenized Dataset"):
+        padded.train_dataset = Dataset.from_dict({"text": ["w3"]}).to_iterable_dataset()
+        padded.train()
+    padded.train_dataset = list(tokenized([4, 5]))  # which any padded Trainer takes
+    padded.train()
 
 
 def test_v10_a_training_loader_of_ones_own_is_refused_where_rows_are_packed(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hf_speedkit.core.errors import ConfigurationError, DatasetError, NonFiniteE
 from hf_speedkit.trainer.proof.head_proof import probe_tokens, prove_loss_head
 from hf_speedkit.trainer.proof.module_mode import in_mode
 from hf_speedkit.trainer.step.expert_balance import without_padding
-from hf_speedkit.trainer.step.own_loss import summands
+from hf_speedkit.trainer.step.own_loss import summands, warn_of_a_mean
 
 LENGTHS = [9, 4, 17, 2, 30, 8]
 HELD_OUT = [2, 2, 2, 30, 4, 25, 3, 3]
@@ -184,6 +185,24 @@ def test_v25_a_mean_over_the_micro_batch_is_told_where_losses_are_added_up(tmp_p
     assert trainer.throughput.run_totals().session.slots == 64  # what is asked beside is not counted
     trainer.loss_is_scaled_for_ga = False
     assert summands(trainer) == 1
+
+
+def test_a_loss_that_cannot_be_asked_is_left_alone_and_random_numbers_are_drawn_as_without(caplog):
+    trainer = SimpleNamespace(
+        loss_is_scaled_for_ga=None, compute_loss_func=None,
+        args=SimpleNamespace(gradient_accumulation_steps=2, process_index=0, world_size=1),
+    )  # fmt: skip
+    weight = torch.ones(3, requires_grad=True)
+
+    def with_a_penalty():
+        return torch.autograd.grad(weight.square().sum(), weight, create_graph=True)[0].sum()
+
+    loss, state = with_a_penalty(), torch.get_rng_state()
+    warn_of_a_mean(trainer, loss, with_a_penalty)
+    assert caplog.text == ""
+    warn_of_a_mean(trainer, loss, lambda: loss.detach() + 0 * torch.rand(()))
+    assert "2 losses a step are added up" in caplog.text
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_v26_v32_a_subclass_with_a_loss_of_its_own_trains_and_is_measured_like_any(tmp_path, caplog):

@@ -15,6 +15,7 @@ from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
 from hf_speedkit.core.errors import ConfigurationError, SpeedkitError
 from hf_speedkit.trainer import weights
 from hf_speedkit.trainer.weights import empty_model, load_model, random_model, receives_weights
+from hf_speedkit.trainer.whole_weights import checked_loading
 
 BUILDERS = {"hybrid": tiny_hybrid, "llama": tiny_llama}
 
@@ -185,6 +186,16 @@ def test_weights_that_are_damaged_or_not_all_there_are_refused_before_they_are_t
     damage(tmp_path)
     with pytest.raises(ConfigurationError, match=told):
         loads(tmp_path)
+    assert sft_trainer.create_model_from_path is own
+
+
+def test_models_that_are_loaded_at_once_are_loaded_once_each(tmp_path):
+    """A callback of one trainer that makes another, or two threads: the loader in TRL's place is there already."""
+    tiny_llama().save_pretrained(tmp_path)
+    own = sft_trainer.create_model_from_path
+    with checked_loading(), checked_loading():
+        model = sft_trainer.create_model_from_path(str(tmp_path))
+    assert type(model) is type(tiny_llama())
     assert sft_trainer.create_model_from_path is own
 
 

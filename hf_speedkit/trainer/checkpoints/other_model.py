@@ -93,7 +93,8 @@ def _adapter_config(model: Any) -> dict[str, Any]:
 
 def _own_shapes(model: Any, *, adapters: bool) -> dict[str, tuple[int, ...]]:
     if not adapters:
-        return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        # DeepSpeed's third stage keeps nothing of a weight between its uses, and its shape beside it.
+        return {name: tuple(getattr(weight, "ds_shape", weight.shape)) for name, weight in model.named_parameters()}
     from peft import get_peft_model_state_dict
 
     if not isinstance(model.active_adapter, str):

@@ -211,10 +211,16 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
             not (isinstance(was, Dataset) and "input_ids" in was.column_names) and not isinstance(was, PackedStream)
         ):
             return  # rows that TRL does not prepare, either: images, or a stream that is not packed
+        columns = getattr(dataset, "column_names", None)
+        others = (
+            dataset is not None and not isinstance(dataset, Dataset) and (columns is None or "input_ids" in columns)
+        )
+        if others and not self.args.packing:
+            return  # any sequence or stream of tokenized rows can be padded; none is planned or counted before
         if not isinstance(dataset, Dataset) or "input_ids" not in dataset.column_names:
             raise DatasetError(
                 f"the train_dataset was replaced by a {type(dataset).__name__}, and not by a tokenized Dataset",
-                evidence=(f"its columns: {', '.join(getattr(dataset, 'column_names', None) or ()) or 'unknown'}",),
+                evidence=(f"its columns: {', '.join(columns or ()) or 'unknown'}",),
                 mend="pass it to SpeedSFTTrainer(train_dataset=...), which tokenizes, checks and packs it",
             )
         masks = MaskCheck(

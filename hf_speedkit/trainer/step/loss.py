@@ -88,9 +88,10 @@ class DeviceMetrics(SFTTrainer):  # type: ignore[misc]
         if self._asks_own_loss() and num_items_in_batch is not None:
             again = super()._prepare_inputs(inputs)
             again = {key: again[key] for key in again if key not in ("token_counts", "target_positions")}
-            with torch.no_grad(), self.compute_loss_context_manager():
-                other = self.compute_loss(model, again, num_items_in_batch=num_items_in_batch * 2)
-            warn_of_a_mean(self, loss, other)
+            with self.compute_loss_context_manager():
+                warn_of_a_mean(
+                    self, loss, lambda: self.compute_loss(model, again, num_items_in_batch=2 * num_items_in_batch)
+                )
         return loss
 
     def _asks_own_loss(self) -> bool:

@@ -8,7 +8,7 @@ much for a mean over the micro-batch. Nothing says so; the loss in the log is th
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,9 +35,8 @@ def asked(trainer: Any) -> Iterator[None]:
     def computed(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         loss: torch.Tensor = compute(outputs, labels, num_items_in_batch=num_items_in_batch)
         if num_items_in_batch is not None:
-            with torch.no_grad():
-                other = compute(outputs, labels, num_items_in_batch=num_items_in_batch * 2)
-            warn_of_a_mean(trainer, loss, other)
+            twice = num_items_in_batch * 2
+            warn_of_a_mean(trainer, loss, lambda: compute(outputs, labels, num_items_in_batch=twice))
         return loss
 
     trainer.compute_loss_func = computed
@@ -47,13 +46,23 @@ def asked(trainer: Any) -> Iterator[None]:
         trainer.compute_loss_func = compute
 
 
-def warn_of_a_mean(trainer: Any, loss: torch.Tensor, of_twice_the_targets: torch.Tensor) -> None:
-    """Warn, on rank 0, of a loss that stays what it is when it is to be divided by twice the targets."""
+def warn_of_a_mean(trainer: Any, loss: torch.Tensor, of_twice_the_targets: Callable[[], torch.Tensor]) -> None:
+    """Warn, on rank 0, of a loss that stays what it is when it is to be divided by twice the targets.
+
+    A loss that cannot be computed once more, without gradients, is not judged; random numbers are drawn as without.
+    """
+    device = loss.device
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+            other = of_twice_the_targets()
+    except Exception as error:  # noqa: BLE001 - anybody's code: one that differentiates inside, or fills the memory
+        logger.info("your loss is not asked how it is divided: %s: %s", type(error).__name__, error)
+        return
     if trainer.args.process_index != 0:
         return
     summed = summands(trainer)
     # A host read, once a run: in the first micro-batch, which waits for kernels to be loaded in any case.
-    if bool(loss.detach() == of_twice_the_targets) and bool(loss != 0):
+    if bool(loss.detach() == other) and bool(loss != 0):
         logger.warning(
             "your loss does not depend on num_items_in_batch, the targets of the whole step: %d losses a step are "
             "added up (gradient_accumulation_steps, ranks), so a mean over its micro-batch makes gradients %d times "
