@@ -134,7 +134,7 @@ def _check_agreement(batch: Mapping[str, object], documents: tuple[Document, ...
 
 
 def _check_labels(labels: torch.Tensor, documents: tuple[Document, ...]) -> None:
-    starts = [document.start for document in documents]
+    starts = [document.start for document in documents if document.start]  # nothing stands before the row's first token
     scored = [start for start in starts if int(labels[0, start]) != IGNORE_INDEX]
     if scored:
         raise PackingError(

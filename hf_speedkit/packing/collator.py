@@ -72,8 +72,9 @@ class PackedCollator:
         Args:
             rows: one document each: `input_ids` and, if not every token is a target, `labels` of the same length and
                 not shifted; lists, numpy arrays or tensors. A row that is itself packed says so by `seq_lengths`, the
-                lengths of its documents. No rows make a row of padding without targets; rows without tokens are left
-                out.
+                lengths of its documents: a column that a Trainer drops unless `attach` was called, or
+                remove_unused_columns=False. No rows make a row of padding without targets; rows without tokens are
+                left out.
 
         Returns:
             input_ids, labels, position_ids: int64 [1, T]. Labels are not shifted; they are -100 at the first token of

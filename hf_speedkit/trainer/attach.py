@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from functools import wraps
 from typing import Any, Protocol, runtime_checkable
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -12,11 +13,15 @@ from transformers.trainer_callback import DefaultFlowCallback
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.trainer.installed_versions import warn_of_untested_versions
 from hf_speedkit.trainer.metrics.returned_losses import ReturnedLosses
+from hf_speedkit.trainer.proof.flattening import keep_lengths
 
 logger = logging.getLogger(__name__)
 
 _OURS = "hf_speedkit."
 """Where the modules of callbacks of ours begin: a trainer that has one has been warned about versions."""
+
+_CLOSES = "_speedkit_closes_recordings"
+"""Set on a trainer whose `train` closes recordings."""
 
 
 @runtime_checkable
@@ -83,8 +88,10 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> None:
     `Trainer(callbacks=...)` and `add_callback` put a callback behind the trackers, so what it adds to a log reaches the
     console and nothing else. This puts it in front of them and of a tracker of your own, right behind the callback that
     decides when to log and save. A callback the trainer already has is moved. Several keep their order, also over
-    several calls. Where the installed stack is outside the tested range, rank 0 logs a warning that names it, and
-    where the trainer has trained already one that nothing of that was looked at.
+    several calls. Rows that are packed already keep their `seq_lengths` where the collator is a PackedCollator; an
+    exception out of `train` closes the recording of a TraceCallback. Where the installed stack is outside the tested
+    range, rank 0 logs a warning that names it, and where the trainer has trained already one that nothing of that was
+    looked at.
 
     Args:
         trainer: a transformers Trainer or any subclass, before `train()`.
@@ -136,6 +143,35 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> None:
             callback.losses = ReturnedLosses(trainer)
             listed.append(LoopMarker(callback, listed))
     _link_tracing(listed)
+    _close_recordings(trainer)
+    keep_lengths(trainer)
+
+
+def _close_recordings(trainer: Trainer) -> None:
+    """Let what `trainer.train` raises close the recordings of this one trainer: no event of the Trainer's tells (V73).
+
+    An exception that somebody catches, as notebooks do, would leave the profiler running until the process ends, and no
+    other trace could begin.
+    """
+    from hf_speedkit.trainer.trace_callback import TraceCallback
+
+    listed: list[TrainerCallback] = trainer.callback_handler.callbacks
+    if _CLOSES in vars(trainer) or not any(isinstance(callback, TraceCallback) for callback in listed):
+        return
+    train = trainer.train
+
+    @wraps(train)
+    def closing(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return train(*args, **kwargs)
+        except BaseException as error:
+            for callback in listed:
+                if isinstance(callback, TraceCallback):
+                    callback.close(type(error).__name__)
+            raise
+
+    trainer.train = closing
+    setattr(trainer, _CLOSES, True)
 
 
 def _link_tracing(listed: list[TrainerCallback]) -> None:

@@ -16,7 +16,12 @@ from hf_speedkit.kernels.inspection import assert_kernels, check_kernels
 from hf_speedkit.kernels.model_checks import model_config
 from hf_speedkit.kernels.refusal import packed_refusal
 from hf_speedkit.trainer.proof.first_step import FirstStep
-from hf_speedkit.trainer.proof.flattening import boundaries_given, flattening_checks, flattening_collator
+from hf_speedkit.trainer.proof.flattening import (
+    boundaries_given,
+    flattening_checks,
+    flattening_collator,
+    padded_all_the_same,
+)
 from hf_speedkit.trainer.ranks.agreement import agree, say_once
 
 logger = logging.getLogger(__name__)
@@ -26,8 +31,8 @@ class KernelAssertionCallback(FirstStep):
     """Inspects the prepared model before step 1 and stops all ranks when training would run slow or wrong kernels.
 
     Under a config that packs (TRL's `packing` or `padding_free`) families whose documents would see one another are
-    refused too. On a GPU the kernels of the first micro-batch are read as well and must hold those of every fused
-    function; see `FirstStep`.
+    refused too, and so is a collator that pads there. On a GPU the kernels of the first micro-batch are read as well
+    and must hold those of every fused function; see `FirstStep`.
 
     Args:
         mode: "strict" raises KernelAssertionError; "warn" logs the same text, and raises only where transformers would
@@ -62,8 +67,8 @@ class KernelAssertionCallback(FirstStep):
         """Inspect, or stop all ranks with one message."""
         if self.mode != "off":
             said: list[str] = []
-            collator = flattening_collator(given.get("train_dataloader"))
-            self.checks = agree(lambda: self._assert(args, model, collator, said.append))
+            loader = given.get("train_dataloader")
+            self.checks = agree(lambda: self._assert(args, model, loader, said.append))
             say_once(logger.warning, said)
         self.expect(self.mode)
 
@@ -81,8 +86,9 @@ class KernelAssertionCallback(FirstStep):
         )
 
     def _assert(
-        self, args: TrainingArguments, model: Any, collator: Any, say: Callable[[str], object]
+        self, args: TrainingArguments, model: Any, loader: Any, say: Callable[[str], object]
     ) -> tuple[KernelCheck, ...]:
+        collator = flattening_collator(loader)
         slots = getattr(collator, "tokens_per_batch", None) or packed_slots(args, flattens=collator is not None)
         try:
             checks = check_kernels(
@@ -103,8 +109,11 @@ class KernelAssertionCallback(FirstStep):
         stuck = packed_refusal(checks, boundaries_given(collator)) if slots is not None else None
         if stuck is not None:
             raise stuck
-        for warning in warnings:
-            say(warning)
+        padded = padded_all_the_same(loader) if packed_slots(args) is not None else None
+        if padded is not None and self.mode == "strict":
+            raise padded
+        for warning in (*warnings, *filter(None, [padded])):
+            say(str(warning))
         return checks
 
 

@@ -249,8 +249,6 @@ class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
             self._running.callback(self.offloading.undo)
             if self.throughput is not None:
                 self._running.callback(self.throughput.close)
-            if self.trace is not None:
-                self._running.enter_context(self.trace.closing())
             output = super().train(resume_from_checkpoint, *args, **kwargs)
         report = self.stream_report()
         if report is not None:

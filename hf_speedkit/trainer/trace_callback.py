@@ -38,7 +38,8 @@ class TraceCallback(TrainerCallback):  # type: ignore[misc]
         clock: seconds, monotonic; for tests.
 
     A trace is written when its last step ends; one cut short (end of training, exception, interrupt) is written as
-    far as it goes and says so. Exceptions reach the callback through `closing`, or at interpreter exit.
+    far as it goes and says so. Exceptions reach the callback where `attach` put it, through `closing`, or at
+    interpreter exit.
     Files: `trace_rank{R}_step{N}.json.gz`; read them with `hf-speedkit trace FILE` or any Chrome trace viewer.
 
     Raises:

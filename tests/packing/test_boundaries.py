@@ -48,7 +48,7 @@ def test_v24_token_values_say_nothing_about_boundaries():
         pytest.param({"position_ids": torch.zeros(3, 1, 6)}, r"\[4, 1, slots\]", id="v08 three-axis positions"),
         pytest.param({"position_ids": torch.arange(6)[None]}, "describe different documents", id="v12 no restart"),
         pytest.param({"position_ids": None}, "lacks position_ids", id="v07 lengths without positions"),
-        pytest.param({"labels": torch.arange(6)[None]}, "score the first token of 2 of 2", id="first tokens scored"),
+        pytest.param({"labels": torch.arange(6)[None]}, "score the first token of 1 of 2", id="first tokens scored"),
         pytest.param({"position_ids": torch.arange(6)}, "one value for each token", id="v08 positions of one axis"),
         pytest.param({"position_ids": torch.arange(5)[None]}, "one value for each token", id="v12 positions too few"),
         pytest.param({"labels": torch.full((1, 5), -100)}, "one value for each token", id="v21 labels too few"),

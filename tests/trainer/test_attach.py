@@ -1,10 +1,12 @@
 """Where `attach` puts callbacks."""
 
 import pytest
+from datasets import Dataset
 from plain_trainer import make_trainer
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.packing.collator import PackedCollator
 from hf_speedkit.trainer.attach import LoopMarker, attach
 from hf_speedkit.trainer.kernel_callback import KernelAssertionCallback
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback
@@ -49,6 +51,29 @@ def test_v80_a_tracker_of_ones_own_gets_the_metrics_without_other_trackers_too(t
     assert names(trainer)[:4] == ["DefaultFlowCallback", "First", "ThroughputCallback", "OwnTracker"]
     trainer.train()
     assert "speed/steady_steps" in tracker.seen
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_v12_lengths_of_rows_that_are_packed_survive_the_removal_of_unused_columns(tmp_path, attached):
+    rows = Dataset.from_list(
+        [
+            {"input_ids": [3] * 7, "seq_lengths": [4, 3], "more": "a"},
+            {"input_ids": [4] * 6, "seq_lengths": [6], "more": "b"},
+        ]
+    )
+    trainer = make_trainer(tmp_path, data=rows, collator=PackedCollator(0, 16), remove_unused_columns=True)
+    if attached:
+        attach(trainer, First())
+    (batch,) = trainer.get_train_dataloader()
+    restarts = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
+    assert restarts == ([0, 4, 7, 13] if attached else [0, 7, 13])  # the Trainer's own way, of which nobody is told
+
+
+def test_v12_a_trainer_that_keeps_its_columns_elsewhere_is_refused_with_the_setting(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path, collator=PackedCollator(0, 16), remove_unused_columns=True)
+    monkeypatch.delattr(Trainer, "_set_signature_columns_if_needed")
+    with pytest.raises(ConfigurationError, match="remove_unused_columns=False"):
+        attach(trainer, First())
 
 
 def test_a_callback_the_trainer_already_has_is_moved(tmp_path):

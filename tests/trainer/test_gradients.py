@@ -94,7 +94,8 @@ def relative_error(found, expected):
 @pytest.mark.parametrize("split", SPLITS)
 def test_v25_the_gradient_is_that_of_the_documents_alone_for_every_split(tmp_path, build, split):
     expected = one_at_a_time(build(), tokenized(LENGTHS))
-    assert relative_error(packed_step(tmp_path, build, split), expected) <= 1e-5
+    # The case asks for 1e-6 of a Llama; a recurrence rounds more.
+    assert relative_error(packed_step(tmp_path, build, split), expected) <= (1e-6 if build is tiny_llama else 1e-5)
 
 
 def tiny_longrope():

@@ -2,7 +2,7 @@ import re
 from contextlib import nullcontext
 
 import pytest
-from support import tiny_hybrid, tiny_llama, tokenized
+from support import tiny_hybrid, tiny_llama, tiny_tokenizer, tokenized
 from transformers import (
     DataCollatorForSeq2Seq,
     DataCollatorWithFlattening,
@@ -12,17 +12,16 @@ from transformers import (
     TrainingArguments,
 )
 from trl import SFTConfig
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as PaddingOrNot
 
 from hf_speedkit import KernelAssertionCallback, PackedCollator, attach
-from hf_speedkit.core.errors import ConfigurationError, KernelAssertionError
+from hf_speedkit.core.errors import ConfigurationError, KernelAssertionError, PackingError
 from hf_speedkit.core.records import KernelVerdict
 from hf_speedkit.kernels.requirements import FUNCTIONS
 from hf_speedkit.trainer.kernel_callback import packed_slots
 
 
 def plain_trainer(path, model):
-    from support import tiny_tokenizer
-
     return Trainer(
         model=model,
         args=TrainingArguments(
@@ -163,6 +162,24 @@ def test_requirements_that_name_nothing_are_refused(requirements):
 def test_an_unknown_mode_is_refused():
     with pytest.raises(ConfigurationError, match='"strict", "warn" or "off"'):
         KernelAssertionCallback(mode="loose")
+
+
+@pytest.mark.parametrize(
+    ("collator", "pads"),
+    [(DataCollatorForSeq2Seq(tiny_tokenizer()), True), (PaddingOrNot(0, padding_free=False), True),
+     (PaddingOrNot(0, padding_free=True), False)],
+    ids=["transformers", "TRL padded", "TRL padding-free"],
+)  # fmt: skip
+def test_v10_a_collator_that_pads_under_a_config_that_packs_is_refused(tmp_path, caplog, collator, pads):
+    """Whoever puts a collator of their own in the trainer's place turns packing off, and every flag still says on."""
+    for mode in ("strict", "warn"):
+        trainer = plain_trainer(tmp_path, tiny_llama())
+        trainer.args.padding_free, trainer.data_collator = True, collator
+        attach(trainer, KernelAssertionCallback(mode=mode, probe=False))
+        refused = pads and mode == "strict"
+        with pytest.raises(PackingError, match=f"{type(collator).__name__}, pads") if refused else nullcontext():
+            trainer.train()
+    assert ("pads" in caplog.text) is pads
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hf_speedkit.core.flops import model_flops
 from hf_speedkit.core.metrics import METRICS
 from hf_speedkit.core.records import TokenCounts
 from hf_speedkit.trainer.attach import attach
-from hf_speedkit.trainer.metrics import micro_batches
+from hf_speedkit.trainer.metrics import job_ledger, micro_batches
 from hf_speedkit.trainer.metrics.micro_batches import MicroBatchCounter
 from hf_speedkit.trainer.throughput_callback import ThroughputCallback
 
@@ -298,10 +298,13 @@ def test_v62_nothing_of_ours_reads_the_device_between_logging_steps(tmp_path, mo
 
     for name in ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__", "__int__", "__index__"):
         monkeypatch.setattr(torch.Tensor, name, watched(name))
+    gathers, gather = [], job_ledger.gather_over_ranks
+    monkeypatch.setattr(job_ledger, "gather_over_ranks", lambda *given: gathers.append(1) or gather(*given))
     trainer = make_trainer(tmp_path, data=documents((5,) * 40), logging_steps=10)
     train(trainer)
     assert trainer.state.global_step == 20
     assert reads == ["tolist"] * 2  # one a logging step; nothing is left for the end of training
+    assert len(gathers) == 2
 
 
 def test_rows_without_labels_or_a_mask_are_counted_as_far_as_they_say(tmp_path):

@@ -7,6 +7,7 @@ import json
 import logging
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy
@@ -21,6 +22,7 @@ from hf_speedkit.core.diagnosis import diagnose
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.measure.trace import summarize_trace
 from hf_speedkit.trainer import trace_callback as module
+from hf_speedkit.trainer.attach import attach
 from hf_speedkit.trainer.metrics.trace_marks import MASK_RANGE, marked_mask_building
 from hf_speedkit.trainer.metrics.trace_sessions import remarks, sessions_of
 from hf_speedkit.trainer.trace_callback import TraceCallback
@@ -155,12 +157,22 @@ class Fails(TrainerCallback):
             raise self.error
 
 
-@pytest.mark.parametrize("error", [ValueError("broken batch"), KeyboardInterrupt()], ids=["exception", "interrupt"])
+@pytest.mark.parametrize(
+    ("error", "attached"),
+    [(ValueError("broken batch"), False), (ValueError("broken batch"), True), (KeyboardInterrupt(), True)],
+    ids=["exception", "attached", "interrupt"],
+)
 @pytest.mark.parametrize(("step", "files"), [(5, 1), (4, 1), (3, 0), (2, 0)])
-def test_v73_an_exception_closes_the_profiler_and_keeps_what_was_recorded(tmp_path, caplog, error, step, files):
+def test_v73_an_exception_closes_the_profiler_and_keeps_what_was_recorded(
+    tmp_path, caplog, error, attached, step, files
+):
+    """An exception that a notebook catches left the profiler running, and no later trace could begin."""
     callback = TraceCallback((4, 5))
     trainer = make_trainer(tmp_path / "run", callbacks=[callback, Fails(step, error)])
-    with pytest.raises(type(error)), callback.closing():
+    if attached:
+        attach(trainer, callback)
+        attach(trainer, callback)
+    with pytest.raises(type(error)), nullcontext() if attached else callback.closing():
         trainer.train()
     assert len(callback.files) == files
     assert not callback.is_recording

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hf_speedkit.core.errors import DatasetError
@@ -24,6 +25,7 @@ _MESSAGE_WEIGHTS = ("weight", "train", "training", "loss")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 # Characters by which a line is recognized: templates trim, cut control words off and wrap.
 _RECOGNIZED = 24
+_CLOSING_TAG = re.compile(r"\s*</([^<>\s]+)>")
 
 
 def refuse_missing_template(tokenizer: Any, conversations: Sequence[tuple[Messages, dict[str, Any]]]) -> None:
@@ -229,6 +231,47 @@ def lost_answers(conversations: Sequence[tuple[Messages, dict[str, Any]]], rende
     if answers[0]:
         said.append(f"the chat template leaves out the text of {answers[0]} of {answers[1]} answers")
     return said
+
+
+def opened_by_nothing(conversations: Sequence[tuple[Messages, dict[str, Any]]], render: Render) -> str | None:
+    """What to say where reasoning stands outside its block: a tag closes what nothing has opened (case V83).
+
+    Templates that cut a content at the closing tag alone, or forget the opening one of earlier turns, write that; at
+    inference the model opens the block itself. Comparing two renders shows nothing where both have the fault.
+
+    Args:
+        conversations: see `conversations_of`.
+        render: as for training.
+    """
+    found = [
+        (example, turn, tag)
+        for example, (messages, arguments) in enumerate(conversations)
+        for turn, tag in _strays(messages, rendered_or_none(render, messages, arguments) or "")
+    ]
+    if not found:
+        return None
+    example, turn, tag = found[0]
+    count = len({example for example, *_ in found})
+    return (
+        f"the chat template writes the reasoning of {count} of {len(conversations)} conversations outside its block: "
+        f"in conversation {example}, assistant turn {turn}, </{tag}> closes what no <{tag}> has opened. The model "
+        "learns to answer so; mend the template, or pass the reasoning by the key that it reads"
+    )
+
+
+def _strays(messages: Messages, text: str) -> Iterator[tuple[int, str]]:
+    """Assistant turns, from 1, whose reasoning is followed by a closing tag without an open one, and the tag's name."""
+    cursor = 0
+    answers = (message for message in messages if message["role"] == "assistant")
+    for turn, message in enumerate(answers, start=1):
+        for thought in map(str.strip, _thoughts(message)):
+            at = text.find(thought, cursor)
+            closing = _CLOSING_TAG.match(text, at + len(thought)) if at >= 0 else None
+            if closing is None:
+                continue
+            cursor, tag = closing.end(), closing[1]
+            if text.rfind(f"<{tag}>", 0, at) <= text.rfind(f"</{tag}>", 0, at):
+                yield turn, tag
 
 
 def _thoughts(message: Mapping[str, Any]) -> list[str]:

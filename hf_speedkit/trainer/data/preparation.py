@@ -109,7 +109,8 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
                 name=name, assistant_only=args.assistant_only_loss, completion_only=bool(self.completion_only_loss)
             )
         if not packing:
-            masks.padded(_without_boundaries(dataset) if args.padding_free else dataset, found)
+            rows = masks.padded(_without_boundaries(dataset) if args.padding_free else dataset, found)
+            log_example(rows, self._tokenizer, name)
             return dataset
         if streaming:
             stream = PackedStream(dataset, tokens_per_batch=args.row_slots, overlong=args.overlong)

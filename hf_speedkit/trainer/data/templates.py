@@ -30,6 +30,7 @@ from hf_speedkit.trainer.data.conversation_checks import (
 )
 from hf_speedkit.trainer.data.conversation_refusals import (
     lost_answers,
+    opened_by_nothing,
     refuse_filled_arguments,
     refuse_foreign_roles,
     refuse_lost_messages,
@@ -97,7 +98,8 @@ class TemplateChecks:
         self._refuse(lambda: refuse_foreign_roles(conversations, self._train), name)
         self._refuse(lambda: refuse_weighed_messages(conversations), name)
         questions = None if self.answers_only else trained_questions(sample)
-        said = (written_roles(conversations, self._train), questions, *lost_answers(conversations, self._train))
+        lost = (*lost_answers(conversations, self._train), opened_by_nothing(conversations, self._train))
+        said = (written_roles(conversations, self._train), questions, *lost)
         for sentence in () if self.quiet else filter(None, said):
             logger.warning("%s documents: %s", name, sentence)
         self._refuse(lambda: refuse_reasoning_line(conversations, self._infer), name)
@@ -258,8 +260,8 @@ class MaskCheck:
                 "assistant_only_loss=True masks what is no answer)",
             )
 
-    def padded(self, dataset: Dataset | IterableDataset, found: int | None) -> None:
-        """Count the targets of documents that are not packed, and refuse what `packed` refuses; nothing is changed.
+    def padded(self, dataset: Dataset | IterableDataset, found: int | None) -> Iterable[Mapping[str, Any]]:
+        """Count the targets of documents that are not packed, refuse what `packed` refuses, and return those looked at.
 
         Args:
             dataset: after TRL, which drops documents that truncation left without targets and says nothing.
@@ -280,15 +282,16 @@ class MaskCheck:
             rows = dataset
             report = prepare_documents(dataset, tokens_per_batch=_ANY_LENGTH)[1]
         else:  # images: tokenized batch by batch
-            return
+            return ()
         if report is None:
-            return
+            return ()
         self.packed(report, rows)
         if found is not None:
             dry = found - report.documents
             say = logger.warning if dry > _TOLERATED_DRY_SHARE * found else logger.info
             lost = f" {dry:,} of {found:,} have none." if dry else ""
             say("%s documents: %s of tokens are targets.%s", self.name, f"{report.target_share:.1%}", lost)
+        return rows
 
 
 def _first_tokens_masked(rows: Iterable[Mapping[str, Any]]) -> bool:

@@ -63,6 +63,7 @@ class JobLedger:
 
     def __init__(self, *, world_size: int, device: torch.device, before: TokenCounts | None) -> None:
         self._device = device
+        self._world_size = world_size
         self.ledger = Ledger(world_size=world_size, before=before)
 
     @property
@@ -80,10 +81,11 @@ class JobLedger:
     ) -> tuple[tuple[StepRecord, ...], JobWindow]:
         """Exchange sums of this rank's steps with the other ranks' and enter them. All ranks together.
 
-        One all-gather of some 300 numbers.
+        One all-gather of some 300 numbers; none at the end of a training whose last step was logged, where only pauses
+        are left: those of this rank stand for all.
 
         Args:
-            records: the steps since the last call.
+            records: the steps since the last call; none on one rank is none on all.
             usage: this rank's GPU meanwhile.
             counted: the step that was counted through CUPTI, with its number.
             pauses: those after the last step, at the end of training.
@@ -102,7 +104,8 @@ class JobLedger:
                 log_time_s=later.log_time_s + pauses.log_time_s,
             )
         mine = encode((later, *others), usage, None if counted is None else counted[1])
-        rows, gpus, activities = zip(*map(decode, gather_over_ranks(mine, self._device)), strict=True)
+        everyone = gather_over_ranks(mine, self._device) if records or pauses is None else [mine] * self._world_size
+        rows, gpus, activities = zip(*map(decode, everyone), strict=True)
         window = job_window(rows, self.ledger, gpus, activities)
         self.ledger = self.ledger.with_window(window)
         return mark_warm_up(records, window), window

@@ -95,9 +95,10 @@ def test_a_broken_template_file_is_found_before_the_weights(tmp_path):
         trainer_for(tmp_path, chats(), MARKED + "\n{{ raise_exception('never') }}", assistant_only_loss=True)
 
 
-def test_one_example_is_logged_with_its_targets_marked(tmp_path, caplog):
+@pytest.mark.parametrize("changes", [{}, {"packing": False, "max_length": 64}], ids=["packed", "padded"])
+def test_v82_one_example_is_logged_with_its_targets_marked(tmp_path, caplog, changes):
     with caplog.at_level(logging.INFO, logger="hf_speedkit"):
-        trainer_for(tmp_path, completions(), PLAIN)
+        trainer_for(tmp_path, completions(), PLAIN, **changes)
     shown = [record.getMessage() for record in caplog.records if "targets in [[ ]]" in record.getMessage()]
     assert len(shown) == 1
     assert "assistant:[[ok <eos>]]" in shown[0].replace("assistant: ", "assistant:")
@@ -145,8 +146,21 @@ def test_v83_reasoning_that_training_writes_another_way_is_named_with_its_turn(c
     assert "<t> w9" in caplog.text.split("at inference")[1]
 
 
+@pytest.mark.parametrize("key", ["reasoning", "content"])
+def test_v83_reasoning_whose_block_nothing_opens_is_named_where_both_renders_have_the_fault(caplog, key):
+    rows = reasoned().to_list()
+    template = DEFECT
+    if key == "content":  # cut at the closing tag, as the opening one were no part of it
+        rows[0]["messages"] = chat("w1", "<think> w9 w9 </think> w2", "w3", "w4")
+        template = PLAIN.replace("m.content", "m.content.replace('<think>', '')")
+    checks(template).before(Dataset.from_list(rows), "train")
+    assert "reasoning of 1 of 1 conversations outside its block: in conversation 0, assistant turn 1" in caplog.text
+
+
 def test_v83_the_same_template_on_both_sides_says_nothing(caplog):
     checks(REASONED, REASONED).before(reasoned(), "train")
+    rows = [{"messages": chat("w1", "<think> w9 </think> w2", "w3", "<think> w9 </think> w4")}]
+    checks(PLAIN).before(Dataset.from_list(rows), "train")
     checks(PLAIN).before(chats(), "train")
     assert not caplog.records
 
