@@ -11,9 +11,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import DefaultFlowCallback
 
 from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.packing.collator import PackedCollator
 from hf_speedkit.trainer.installed_versions import warn_of_untested_versions
 from hf_speedkit.trainer.metrics.returned_losses import ReturnedLosses
-from hf_speedkit.trainer.proof.flattening import keep_lengths
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +22,8 @@ _OURS = "hf_speedkit."
 
 _CLOSES = "_speedkit_closes_recordings"
 """Set on a trainer whose `train` closes recordings."""
+
+_LENGTHS = "seq_lengths"
 
 
 @runtime_checkable
@@ -144,7 +146,31 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> None:
             listed.append(LoopMarker(callback, listed))
     _link_tracing(listed)
     _close_recordings(trainer)
-    keep_lengths(trainer)
+    _keep_lengths(trainer)
+
+
+def _keep_lengths(trainer: Trainer) -> None:
+    """Keep the column by which rows that are packed already say so to our collator, in any Trainer (case V12).
+
+    With `remove_unused_columns`, on by default, the Trainer drops what the model's forward does not name, and each row
+    would be one document. TRL's trainer names the column itself, in the list that is read here (transformers 5.23,
+    trainer.py, `_set_signature_columns_if_needed`).
+
+    Raises:
+        ConfigurationError: that list is not where it was.
+    """
+    if not isinstance(trainer.data_collator, PackedCollator) or not trainer.args.remove_unused_columns:
+        return
+    try:
+        trainer._set_signature_columns_if_needed()
+        kept: list[str] = trainer._signature_columns
+    except AttributeError as error:
+        raise ConfigurationError(
+            f"a column {_LENGTHS} of the data would not reach the collator",
+            mend="remove_unused_columns=False",
+        ) from error
+    if _LENGTHS not in kept:
+        kept.append(_LENGTHS)
 
 
 def _close_recordings(trainer: Trainer) -> None:

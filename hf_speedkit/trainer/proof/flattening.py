@@ -9,10 +9,9 @@ from transformers import (
     DataCollatorForSeq2Seq,
     DataCollatorWithFlattening,
     DataCollatorWithPadding,
-    Trainer,
 )
 
-from hf_speedkit.core.errors import ConfigurationError, PackingError
+from hf_speedkit.core.errors import PackingError
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
 from hf_speedkit.kernels.config_checks import layers_of_family
 from hf_speedkit.kernels.requirements import FAMILIES, family_of, training_requirements
@@ -24,7 +23,6 @@ _SETTINGS = {"seq_idx": "return_seq_idx", "cu_seqlens": "return_flash_attn_kwarg
 
 _FLATTENING = (DataCollatorWithFlattening, PackedCollator)
 _PADDING = (DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollatorWithPadding)
-_LENGTHS = "seq_lengths"
 
 
 def collator_of(dataloader: Any) -> Any:
@@ -53,30 +51,6 @@ def padded_all_the_same(dataloader: Any) -> PackingError | None:
         evidence=("every row is as long as the longest of its batch, and no document shares one",),
         mend="leave trainer.data_collator as the trainer made it, or packing=False and padding_free=False",
     )
-
-
-def keep_lengths(trainer: Trainer) -> None:
-    """Keep the column by which rows that are packed already say so to our collator, in any Trainer (case V12).
-
-    With `remove_unused_columns`, on by default, the Trainer drops what the model's forward does not name, and each row
-    would be one document. TRL's trainer names the column itself, in the list that is read here (transformers 5.23,
-    trainer.py, `_set_signature_columns_if_needed`).
-
-    Raises:
-        ConfigurationError: that list is not where it was.
-    """
-    if not isinstance(trainer.data_collator, PackedCollator) or not trainer.args.remove_unused_columns:
-        return
-    try:
-        trainer._set_signature_columns_if_needed()
-        kept: list[str] = trainer._signature_columns
-    except AttributeError as error:
-        raise ConfigurationError(
-            f"a column {_LENGTHS} of the data would not reach the collator",
-            mend="remove_unused_columns=False",
-        ) from error
-    if _LENGTHS not in kept:
-        kept.append(_LENGTHS)
 
 
 def boundaries_given(collator: Any) -> frozenset[str]:
