@@ -38,13 +38,21 @@ def kernel_mode(args: SpeedSFTConfig) -> str:
     return "report" if args.device.type == "cpu" else "strict"
 
 
-def require_parts(args: SpeedSFTConfig, eval_dataset: object = None) -> None:
+def require_parts(args: SpeedSFTConfig, eval_dataset: object = None, callbacks: object = None) -> None:
     """Refuse a job whose settings name what is not there: a package, a folder to write to, an evaluation set.
+
+    Callbacks that are no list are refused as well; transformers adds lists and says no more than that.
 
     Raises:
         ConfigurationError: see `require_packages`, `require_tracker_names` and `require_output_dir`; an evaluation
             without rows.
     """
+    if callbacks is not None and not isinstance(callbacks, list):
+        one = hasattr(callbacks, "on_train_begin")
+        raise ConfigurationError(
+            f"callbacks is a {type(callbacks).__name__}, not a list",
+            mend=f"callbacks=[{type(callbacks).__name__}(...)]" if one else "callbacks=[...]",
+        )
     require_packages(args)
     require_tracker_names(args.report_to)
     require_output_dir(args.output_dir)

@@ -12,7 +12,7 @@ import yaml
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.trainer.hardware import is_on
-from hf_speedkit.trainer.setting_names import meant_by, nearest_path
+from hf_speedkit.trainer.setting_names import nearest_path, what_was_meant
 
 
 def options(argv: Sequence[str]) -> list[tuple[str, str]]:
@@ -200,14 +200,9 @@ def unusable(message: str, file: str, *, known: Iterable[str]) -> ConfigurationE
             f"a setting cannot be used: {message}",
             mend=f"{quotes}correct it in {file} or on the command line; --help lists all settings",
         )
-    settings_known = list(known)
-    meant = [new for name in unknown if (new := meant_by(name, settings_known)) is not None]
     # Not evidence: below a launcher's traceback only the first and the last lines are said again.
-    guess = f"did you mean {', '.join(meant)}? " if meant else ""
-    return ConfigurationError(
-        f"there is no setting {', '.join(unknown)}",
-        mend=f"{guess}Correct it in {file} or on the command line; --help lists all settings",
-    )
+    guess = f"{what_was_meant(unknown, known)} Correct it in {file} or on the command line; --help lists all settings"
+    return ConfigurationError(f"there is no setting {', '.join(unknown)}", mend=guess.strip())
 
 
 def _plain(value: str) -> Any:

@@ -81,6 +81,8 @@ def check_precision(config: Any) -> None:
 def refuse_half_weights(args: Any, dtypes: Iterable[object]) -> None:
     """Refuse fp16 mixed precision over trained weights of 16 bits: its loss scaler raises at step 1.
 
+    Of float16 weights without it a warning says what they lose; checkpoints of that type come so by themselves.
+
     Args:
         args: TrainingArguments.
         dtypes: of the weights that are trained, as torch names them ("float16" or torch.float16).
@@ -93,10 +95,13 @@ def refuse_half_weights(args: Any, dtypes: Iterable[object]) -> None:
     """
     # Sharded weights are made float32 when they are prepared (accelerate 1.15 fsdp_utils.py:816).
     sharded = args.fsdp or args.deepspeed or is_on(os.environ.get("ACCELERATE_USE_FSDP"))
-    if not args.fp16 or args.device.type == "cpu" or sharded:
-        return
     half = sorted({str(one).removeprefix("torch.") for one in dtypes} & {"float16", "bfloat16"})
-    if half:
+    if not args.fp16 and "float16" in half and args.local_process_index == 0:
+        logger.warning(
+            "trained weights are in float16, and nothing scales the loss: gradients and updates below 6e-8 are 0. Load "
+            "them as bfloat16 or float32 (dtype: bfloat16)"
+        )
+    if half and args.fp16 and args.device.type != "cpu" and not sharded:
         raise ConfigurationError(
             f"fp16=True with trained weights in {half[0]}: the loss scaler cannot take their gradients",
             evidence=(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import multiprocessing
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,23 @@ def meant_by(name: str, known: Iterable[str]) -> str | None:
     return _RENAMED.get(name) or nearest(name, known)
 
 
+def what_was_meant(unknown: Sequence[str], known: Iterable[str]) -> str:
+    """The sentences that name what unknown settings are called now; empty where nothing is near.
+
+    Args:
+        unknown: names.
+        known: all settings.
+    """
+    known = list(known)
+    said = []
+    for name, new in ((name, meant_by(name, known)) for name in unknown):
+        if new is not None:
+            idle = new.startswith("nothing: ")
+            sentence = f"leave it out: {new.removeprefix('nothing: ')}" if idle else f"did you mean {new}?"
+            said.append(sentence if len(unknown) == 1 else f"{name}: {sentence}")
+    return " ".join(said)
+
+
 def refuse_unknown_settings(given: Iterable[str], known: Iterable[str]) -> None:
     """Refuse settings that there are not, which Python calls unexpected keyword arguments.
 
@@ -72,11 +89,9 @@ def refuse_unknown_settings(given: Iterable[str], known: Iterable[str]) -> None:
     unknown = [name for name in given if name not in known]
     if not unknown:
         return
-    now = [(name, meant_by(name, known)) for name in unknown]
-    meant = [f"{name}: {new}" for name, new in now if new]
     raise ConfigurationError(
         f"there is no setting {', '.join(unknown)}",
-        mend=f"did you mean {'; '.join(meant)}?" if meant else "leave it out; docs/settings.md lists all",
+        mend=what_was_meant(unknown, known) or "leave it out; docs/settings.md lists all",
     )
 
 

@@ -151,9 +151,13 @@ def test_checkpointing_can_be_set_by_either_name(tmp_path, name, on):
             marks=pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU"),
         ),
         ({"deepspeed": "zero3.json"}, "pip install deepspeed"),
-        ({"max_seq_length": 512}, "max_seq_length: tokens_per_batch"),
+        ({"max_seq_length": 512}, "did you mean tokens_per_batch"),
         ({"warmup_ratio": 0.03}, "warmup_steps=0.03"),
-        ({"learning_rat": 1.0, "zzzz": 1}, r"no setting learning_rat, zzzz\n.*learning_rat: learning_rate"),
+        (
+            {"learning_rat": 1.0, "zzzz": 1},
+            r"no setting learning_rat, zzzz\n.*learning_rat: did you mean learning_rate[?]",
+        ),
+        ({"group_by_length": True}, "Mend it:  leave it out: packed rows have one length"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -71,13 +71,14 @@ def test_bf16_on_a_gpu_that_emulates_it_is_refused(monkeypatch, caplog, capabili
 
 
 @pytest.mark.parametrize("dtype", ["float16", torch.float16, "torch.bfloat16"])
-def test_a_loss_scaler_over_weights_of_16_bits_is_refused_with_the_dtype_to_load(dtype):
+def test_a_loss_scaler_over_weights_of_16_bits_is_refused_with_the_dtype_to_load(dtype, caplog):
     with pytest.raises(ConfigurationError, match="dtype: float32"):
         refuse_half_weights(job(fp16=True), [torch.float32, dtype])
     refuse_half_weights(job(fp16=True), [torch.float32, "auto", None])
     refuse_half_weights(job(bf16=True), [dtype])
     refuse_half_weights(job(fp16=True, fsdp=True), [dtype])
     refuse_half_weights(job("cpu", fp16=True), [dtype])
+    assert ("in float16, and nothing scales the loss" in caplog.text) is (dtype != "torch.bfloat16")
 
 
 @pytest.mark.gpu

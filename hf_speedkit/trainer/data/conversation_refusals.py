@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ RENAME = (
     'remove_columns="conversations")'
 )
 _FOREIGN_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
+_NEAR = 0.8  # "usr" and "assistent" are; "model", "function" and "observation", which some templates know, are not
 # By which OpenAI's format, axolotl and ms-swift keep single messages out of the loss.
 _MESSAGE_WEIGHTS = ("weight", "train", "training", "loss")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -68,7 +70,7 @@ def refuse_foreign_roles(conversations: Sequence[tuple[Messages, dict[str, Any]]
             raise DatasetError(
                 f"the chat template leaves out every message of {', '.join(map(repr, dict.fromkeys(lost)))}",
                 evidence=(f"roles that templates know: {', '.join(ROLES)}",),
-                mend=RENAME,
+                mend=_renaming(messages),
             )
 
 
@@ -76,24 +78,51 @@ def _roles(messages: Messages) -> dict[str, None]:
     return dict.fromkeys(repr(message["role"]) for message in messages)
 
 
+def _meant(role: str) -> str:
+    """The role that a ShareGPT's or misspelt one stands for; any other stands for itself."""
+    if role in ROLES or not role.isalpha():  # "assistant_2" is one of several on purpose
+        return role
+    near = difflib.get_close_matches(role.lower(), ROLES, n=1, cutoff=_NEAR)
+    return _FOREIGN_ROLES.get(role) or (near[0] if near else role)
+
+
+def _renaming(messages: Messages) -> str:
+    """The line of code that gives messages the roles that are meant."""
+    wrong = {role: _meant(role) for role in (str(message["role"]) for message in messages) if _meant(role) != role}
+    if not wrong or set(wrong) & set(_FOREIGN_ROLES):
+        return RENAME
+    return (
+        f'roles = {json.dumps(wrong)}; dataset = dataset.map(lambda row: {{"messages": [{{**m, "role": '
+        'roles.get(m["role"], m["role"])} for m in row["messages"]]})'
+    )
+
+
 def written_roles(conversations: Sequence[tuple[Messages, dict[str, Any]]], render: Render) -> str | None:
-    """What to say where a template writes ShareGPT's roles out, which at inference are user and assistant.
+    """What to say where a template writes out roles that at inference are called otherwise, or where nobody answers.
+
+    Those are ShareGPT's, and misspelt ones.
 
     Args:
         conversations: see `conversations_of`.
         render: as for training.
     """
     for messages, arguments in conversations:
-        known = [{**m, "role": _FOREIGN_ROLES.get(str(m["role"]), m["role"])} for m in messages]
+        known = [{**m, "role": _meant(str(m["role"]))} for m in messages]
         if known == list(messages):
             continue
         texts = [rendered_or_none(render, one, arguments) for one in (messages, known)]
         if None not in texts and texts[0] != texts[1]:
-            strangers = dict.fromkeys(str(m["role"]) for m in messages if m["role"] in _FOREIGN_ROLES)
+            strangers = {role: _meant(role) for m in messages if _meant(role := str(m["role"])) != role}
             return (
                 f"the chat template writes the roles {', '.join(map(repr, strangers))} out; at inference they are "
-                f"user and assistant. Rename them: {RENAME}"
+                f"{' and '.join(dict.fromkeys(strangers.values()))}. Rename them: {_renaming(messages)}"
             )
+    asking = {"system", "developer", "user", "tool"}
+    if conversations and all(str(m["role"]) in asking for messages, _ in conversations for m in messages):
+        return (
+            f"none of {len(conversations)} conversations looked at has an answer (a message of the role "
+            '"assistant"), so questions alone would be learnt'
+        )
     return None
 
 

@@ -24,6 +24,9 @@ from hf_speedkit.trainer.data.templates import TemplateChecks, marked_example
 
 SHAREGPT = [{"conversations": [{"from": "human", "value": "w3 w4"}, {"from": "gpt", "value": "w5 w6"}]}]
 
+MISSPELT = [{"messages": [{"role": "usr", "content": "w3 w4"}, {"role": "assistent", "content": "w5 w6"}]}]
+ASKING = [{"messages": [{"role": "user", "content": "w3 w4"}]}]
+
 ONLY_ITS_OWN = "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.content }}{% endif %}{% endfor %}"
 
 REFUSES = "{% if messages[0].role != 'user' %}{{ raise_exception('No user query found.') }}{% endif %}" + ONLY_ITS_OWN
@@ -35,6 +38,10 @@ REFUSES = "{% if messages[0].role != 'user' %}{{ raise_exception('No user query 
         (SHAREGPT, REFUSES, "refuses conversations with the roles 'human', 'gpt'"),
         (SHAREGPT, ONLY_ITS_OWN, "leaves out every message of 'human', 'gpt'"),
         (SHAREGPT, PLAIN, None),  # it writes any role; a warning says that these are not those of inference
+        (MISSPELT, PLAIN, None),
+        (MISSPELT, ONLY_ITS_OWN, "leaves out every message of 'usr', 'assistent'"),
+        ([{"messages": [{"role": "narrator", "content": "w3"}]}], PLAIN, None),  # of a template that has one
+        (ASKING, PLAIN, None),
         ([{"messages": chat("w3", "w4")}], None, "the tokenizer has no chat template"),
         ([{"text": "w3 w4"}], None, None),
     ],
@@ -44,6 +51,8 @@ def test_conversations_that_the_template_would_not_write_are_refused_with_the_me
     if said is None:
         checks.before(Dataset.from_list(rows), "train")
         assert ("writes the roles 'human', 'gpt' out" in caplog.text) is (rows is SHAREGPT)
+        assert ("writes the roles 'usr', 'assistent' out" in caplog.text) is (rows is MISSPELT)
+        assert ("none of 1 conversations looked at has an answer" in caplog.text) is (rows is ASKING)
         return
     with pytest.raises(DatasetError, match=said) as refused:
         checks.before(Dataset.from_list(rows), "train")
