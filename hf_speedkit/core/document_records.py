@@ -61,7 +61,7 @@ class DocumentReport:
         kept = f"{self.documents:,} documents with {self.real_tokens:,} tokens{share}."
         losses = [
             _count(self.empty_documents, "dropped as empty"),
-            _count(self.targetless_documents, "dropped without targets"),
+            _count(self.targetless_documents, "documents dropped without targets"),
             _count(self.dropped_documents, f"dropped as longer than {self.tokens_per_batch:,}"),
         ]
         if self.overlong == "truncate":

@@ -29,7 +29,7 @@ def unknown(signals: Signals) -> Finding | None:
     return Finding(
         rule="unknown",
         severity=Severity.WARNING,
-        message="Unknown: GPU timing is unavailable, so nothing is said about what limits the step.",
+        message="Unknown: GPU timing unavailable, so nothing is said about what limits the step.",
         evidence=(trace.device_unknown or "no device numbers were given",),
         advice="record with CUDA activity, no other profiler attached, and the container allowed to use CUPTI "
         "(NVreg_RestrictProfilingToAdminUsers=0 or CAP_SYS_ADMIN)",

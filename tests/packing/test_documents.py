@@ -168,7 +168,7 @@ def test_v20_documents_whose_answers_do_not_fit_are_dropped_before_packing() -> 
         dataset_of(*[long_prompt] * 4, *[short] * 4), tokens_per_batch=12, overlong="truncate"
     )
     assert report.targetless_documents == 4
-    assert "4 dropped without targets" in report.sentence()
+    assert "4 documents dropped without targets" in report.sentence()
     plan = plan_packing(document_lengths(prepared), tokens_per_batch=12)
     assert len(plan.packs) == 1
     assert_accounted(report)

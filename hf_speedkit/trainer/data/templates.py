@@ -275,7 +275,7 @@ class MaskCheck:
         elif {"input_ids", "labels"} <= set(dataset.column_names):
             if not len(dataset):
                 raise DatasetError(
-                    f"0 of {found:,} documents of the {self.name} dataset have targets",
+                    f"0 of {found:,} documents have targets in the {self.name} dataset",
                     evidence=("within max_length the label mask covers every token",),
                     mend="raise max_length, or check the template's assistant mask",
                 )

@@ -36,7 +36,7 @@ def missing_notices(args: TrainingArguments, *, attached: bool, inputs: FlopsInp
     lines = []
     if not args.report_to:
         lines.append(
-            'speed metrics go to the console only; set report_to="wandb" (or another tracker; one that was given as a '
+            'speed metrics go to console only; set report_to="wandb" (or another tracker; one that was given as a '
             "callback gets them all the same)"
         )
     elif not attached:

@@ -145,7 +145,7 @@ def test_v82_prompts_of_one_token_are_a_mask_and_prompts_of_none_are_not(tmp_pat
 @pytest.mark.parametrize(
     ("streaming", "max_length", "message"),
     [
-        (False, 4, "0 of 6 documents of the train dataset have targets"),
+        (False, 4, "0 of 6 documents have targets in the train dataset"),
         (False, None, "0 of 6 documents have targets"),
         (True, 4, "no document with targets"),
     ],
