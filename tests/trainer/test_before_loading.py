@@ -11,13 +11,13 @@ import qwen27b_sft
 import torch
 from datasets import Dataset
 from support import tiny_hybrid, tiny_tokenizer, tokenized
-from transformers import AutoConfig, Qwen3_5TextConfig
+from transformers import AutoConfig, Qwen3_5TextConfig, TrainerCallback
 
 from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
 from hf_speedkit.core.errors import ConfigurationError, KernelAssertionError, PackingError
 from hf_speedkit.kernels.skeleton import probe_config
 from hf_speedkit.trainer import optional_packages
-from hf_speedkit.trainer.before_loading import require_kernels
+from hf_speedkit.trainer.before_loading import require_kernels, require_parts
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
 from fake_kernels import RIGHT_CONVOLUTION, RIGHT_RULE, forget_fakes, write_fakes
@@ -114,6 +114,12 @@ def test_a_flash_attention_that_is_not_installed_is_refused_before_the_download(
     args = settings(tmp_path, kernel_assertion="strict")
     with pytest.raises(KernelAssertionError, match="the model will not load without it"):
         require_kernels(str(tmp_path / "model"), args, attn_implementation="flash_attention_2")
+
+
+@pytest.mark.parametrize("given", [TrainerCallback(), (TrainerCallback(),)], ids=["one", "a tuple"])
+def test_callbacks_that_are_no_list_are_refused_with_the_one_to_write(given):
+    with pytest.raises(ConfigurationError, match=r"(?s)not a list.*callbacks=\[(TrainerCallback\()?\.\.\."):
+        require_parts(None, callbacks=given)
 
 
 def test_a_config_that_is_nowhere_is_left_to_the_loading_to_name(tmp_path):
