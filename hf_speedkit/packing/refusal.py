@@ -24,14 +24,17 @@ def isolation_error(report: IsolationReport) -> IsolationError:
             ),
             mend="check that the model is not all zeros and that the probed documents have more than one token",
         )
-    if math.inf in (report.own_gradient, report.others_change):  # `_largest` counts NaN as infinite
+    # `_largest` counts NaN as infinite. Gemma 3n has no gradient at a document that no loss comes from: 0 x infinity.
+    nowhere = report.gradient_leak == math.inf and not report.leaks
+    if math.inf in (report.own_gradient, report.others_change) or nowhere:
         return IsolationError(
             "the isolation probe could not tell: the model's log-probabilities or their gradient are not finite",
             evidence=(
                 f"gradient at the document's own embeddings {report.own_gradient:.1e}",
-                f"change of the replaced documents {report.others_change:.1e}",
+                f"at other documents' {report.gradient_leak:.1e}; change of the replaced documents "
+                f"{report.others_change:.1e}",
             ),
-            mend="look for NaN in the weights (a damaged checkpoint), or compute in bf16 or fp32",
+            mend=f"look for NaN in the weights (a damaged checkpoint), compute in bf16 or fp32, or {_PADDING}",
         )
     apart = max(report.output_change, report.gradient_leak) <= report.tolerance and not report.leaks
     if apart and report.placement_change is not None:

@@ -216,6 +216,18 @@ def test_a_model_that_gives_nan_does_not_pass(hybrid):
         assert_isolation(hybrid, packed())
 
 
+def test_a_gradient_that_is_nan_where_no_loss_comes_from_is_no_leak_by_name(hybrid):
+    """Gemma 3n's: a root's slope of infinity times the nothing that comes back from other documents."""
+
+    def with_a_root(_, args):
+        nothing = (args[0] - args[0])[:, -3:].sqrt()
+        return torch.cat((args[0][:, :-3], args[0][:, -3:] + nothing), 1), *args[1:]
+
+    hybrid.model.layers[0].register_forward_pre_hook(with_a_root)
+    with pytest.raises(IsolationError, match=r"(?s)are not finite.*at other documents' inf.*packing=False"):
+        assert_isolation(hybrid, packed())
+
+
 def test_v12_positions_that_count_the_row_are_seen_where_documents_are_kept_apart():
     """Learned positions of the row's slots: no document sees another, and each is trained at places it never has."""
     from transformers import GPT2Config, GPT2LMHeadModel
