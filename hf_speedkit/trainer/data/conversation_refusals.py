@@ -282,9 +282,9 @@ def opened_by_nothing(conversations: Sequence[tuple[Messages, dict[str, Any]]], 
     example, turn, tag = found[0]
     count = len({example for example, *_ in found})
     return (
-        f"the chat template writes the reasoning of {count} of {len(conversations)} conversations outside its block: "
-        f"in conversation {example}, assistant turn {turn}, </{tag}> closes what no <{tag}> has opened. The model "
-        "learns to answer so; mend the template, or pass the reasoning by the key that it reads"
+        f"the reasoning of {count} of {len(conversations)} conversations is written outside its block: in conversation "
+        f"{example}, assistant turn {turn}, </{tag}> closes what no <{tag}> has opened. The model learns to answer so; "
+        f"mend the chat template where it drops <{tag}>, or the rows where they lack it"
     )
 
 

@@ -163,7 +163,10 @@ def test_v83_reasoning_whose_block_nothing_opens_is_named_where_both_renders_hav
         rows[0]["messages"] = chat("w1", "<think> w9 w9 </think> w2", "w3", "w4")
         template = PLAIN.replace("m.content", "m.content.replace('<think>', '')")
     checks(template).before(Dataset.from_list(rows), "train")
-    assert "reasoning of 1 of 1 conversations outside its block: in conversation 0, assistant turn 1" in caplog.text
+    assert (
+        "reasoning of 1 of 1 conversations is written outside its block: in conversation 0, assistant turn 1"
+        in caplog.text
+    )
 
 
 def test_v83_the_same_template_on_both_sides_says_nothing(caplog):
