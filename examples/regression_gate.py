@@ -34,7 +34,7 @@ def worse(base, new, slack=SLACK):
 
 if __name__ == "__main__":
     if len(sys.argv) != 3:
-        print("usage: regression_gate.py BASE.jsonl NEW.jsonl", file=sys.stderr)
+        print("usage: regression_gate.py BASE.jsonl NEW.jsonl, each a run's speedkit_steps.jsonl", file=sys.stderr)
         sys.exit(2)
     problems = worse(read(sys.argv[1]), read(sys.argv[2]))
     print("\n".join(problems) or "as fast as before")

@@ -221,7 +221,8 @@ def _tokenizer(model: str) -> Any:
 
 def _findings(loaded: Any, tokenizer: Any, template_arguments: Mapping[str, Any]) -> tuple[str, ...]:
     from hf_speedkit.trainer.data.conversation_checks import conversations_of, refuse_reasoning_line
-    from hf_speedkit.trainer.data.conversation_refusals import refuse_foreign_roles, refuse_missing_template
+    from hf_speedkit.trainer.data.conversation_refusals import refuse_missing_template
+    from hf_speedkit.trainer.data.conversation_roles import refuse_foreign_roles
     from hf_speedkit.trainer.data.template_faults import refuse_broken_template
 
     def render(messages: Any, **arguments: Any) -> str:

@@ -25,7 +25,7 @@ Judged = tuple[TraceSummary, Sequence[Finding]]
 
 NAME_WIDTH = 78
 _OPERATORS = "CPU operations"
-_LEAST_NAME = 20  # less of a name says nothing
+_LEAST_NAME = 21  # "cudaStreamSynchronize"; less of a name says nothing
 _PADDING = 2  # rich's, between columns
 _NAMESPACES = re.compile(r"^(?:\w+::)+")
 _STYLES = {Severity.PROBLEM: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "green"}
@@ -226,12 +226,15 @@ def _table(console: Console, title: str, columns: Sequence[str], rows: Iterable[
     """
     listed = list(rows)
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold", no_wrap=False)
     others = [max(map(len, cells)) + _PADDING for cells in zip(columns, *listed, strict=True)][1:]
     room = max(_LEAST_NAME, console.width - sum(others))
-    for name, *cells in listed:
-        table.add_row(Text(printable(name, width=room)), *map(Text, cells))
+    names = [printable(name, width=room) for name, *_ in listed]
+    for index, column in enumerate(columns):
+        # Where another cell is too long as well, it is that one which is folded: a name that was shortened fits.
+        least = max(map(len, names), default=0) if index == 0 else None
+        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold", min_width=least)
+    for name, (_, *cells) in zip(names, listed, strict=True):
+        table.add_row(Text(name), *map(Text, cells))
     if table.row_count:
         console.print()
         console.print(table)

@@ -66,7 +66,8 @@ class RunSummary:
     Args:
         world_size: ranks that trained.
         documents: what became of the training documents.
-        packing: how they were packed.
+        packing: how they were packed, where that was planned for all of them.
+        packed_slots: of a packed row, planned or packed online; None without packing.
         totals: tokens, steps, times and steady rates.
         loss: first and last loss.
         kernels: verdict of each function.
@@ -83,6 +84,7 @@ class RunSummary:
     world_size: int
     documents: DocumentReport | None
     packing: PackingSummary | None
+    packed_slots: int | None
     totals: RunTotals | None
     loss: LossSummary | None
     kernels: tuple[KernelCheck, ...]

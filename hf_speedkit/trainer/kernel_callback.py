@@ -26,6 +26,8 @@ from hf_speedkit.trainer.ranks.agreement import agree, say_once
 
 logger = logging.getLogger(__name__)
 
+_WITH_A_GPU = "on a machine with a GPU:\n          "
+
 
 class KernelAssertionCallback(FirstStep):
     """Inspects the prepared model before step 1 and stops all ranks when training would run slow or wrong kernels.
@@ -112,6 +114,8 @@ class KernelAssertionCallback(FirstStep):
         padded = padded_all_the_same(loader) if packed_slots(args) is not None else None
         if padded is not None and self.mode == "strict":
             raise padded
+        if args.device.type == "cpu":  # see `_on_a_cpu`
+            warnings = [told.replace("Mend it:  pip", f"Mend it:  {_WITH_A_GPU}pip") for told in warnings]
         for warning in (*warnings, *filter(None, [padded])):
             say(str(warning))
         return checks
@@ -121,7 +125,7 @@ def _on_a_cpu(error: KernelAssertionError, *, packed: bool) -> KernelAssertionEr
     """No package makes a CPU run fused kernels, and some cannot be built without a GPU's compiler."""
     if "pip install" not in (error.mend or ""):  # a setting, which is the same there
         return error
-    mend = error.mend if error.mend is None else f"on a machine with a GPU:\n          {error.mend}"
+    mend = error.mend if error.mend is None else f"{_WITH_A_GPU}{error.mend}"
     if packed:  # transformers 5.23's torch functions take no boundaries and raise in the first forward pass
         regardless = f"packing=False and {error.regardless}, or SpeedSFTTrainer, whose references take packed rows"
     else:

@@ -270,6 +270,7 @@ class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
             world_size=self.args.world_size,
             documents=self._reports.get("train"),
             packing=self._packing_summary(),
+            packed_slots=self.args.row_slots if self.packing_active else None,
             totals=None if self.throughput is None else self.throughput.run_totals(),
             loss=loss_summary(self.state.log_history, after_step=self.startup.resumed_at),
             kernels=self.startup.kernels,

@@ -58,7 +58,7 @@ def _document_rows(summary: RunSummary) -> list[Row]:
 def _packing_rows(summary: RunSummary) -> Iterator[Row]:
     packing = summary.packing
     if packing is None:
-        yield "packing", "off"
+        yield from _unplanned_rows(summary)
         return
     yield (
         "packs",
@@ -70,6 +70,19 @@ def _packing_rows(summary: RunSummary) -> Iterator[Row]:
         f"{packing.padded_batches:,} batches (rows x longest <= {packing.tokens_per_batch:,}) for the same documents, "
         f"{packing.padded_efficiency:.1%} full: packing needs {packing.fewer_batches:.0%} fewer",
     )
+
+
+def _unplanned_rows(summary: RunSummary) -> Iterator[Row]:
+    """Padded batches, a stream packed as it is read, and a run that has not begun."""
+    tokens = None if summary.totals is None else summary.totals.session
+    if summary.packed_slots is None:
+        yield "packing", "off"
+    elif tokens is not None and not tokens.slots:
+        yield "packing", f"rows of {summary.packed_slots:,} slots, planned when training begins"
+    else:
+        yield "packs", f"rows of {summary.packed_slots:,} slots, packed online from a stream"
+        if tokens is not None and tokens.real is not None:
+            yield "packing efficiency", f"{tokens.real / tokens.slots:.1%} of slots hold a token"
 
 
 def _speed_rows(summary: RunSummary) -> Iterator[Row]:

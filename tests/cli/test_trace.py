@@ -161,6 +161,9 @@ def test_at_80_columns_a_kernel_is_a_line_and_its_name_says_which():
         assert max(map(len, [head, *rows])) <= 80
     assert "void " not in result.output
     assert "elementwise_kernel" in result.output
+    assert (
+        result.output.partition("Host syncs inside")[2].count("\ncudaStreamSynchronize ") >= 2
+    )  # long causes are folded
 
 
 def test_the_hand_written_traces_can_be_shown():

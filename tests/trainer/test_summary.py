@@ -1,4 +1,5 @@
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -18,7 +19,7 @@ def table_of(trainer, **more):
     return written.getvalue()
 
 
-def trainer_for(path, **changes):
+def trainer_for(path, *, data=None, **changes):
     values = {
         "output_dir": str(path), "use_cpu": True, "bf16": False, "tokens_per_batch": 32, "disable_tqdm": True,
         "activation_checkpointing": False, "save_strategy": "no", "logging_steps": 5, "report_to": "none",
@@ -26,7 +27,7 @@ def trainer_for(path, **changes):
     return SpeedSFTTrainer(
         model=tiny_hybrid(),
         args=SpeedSFTConfig(**{**values, **changes}),
-        train_dataset=tokenized(LENGTHS),
+        train_dataset=tokenized(LENGTHS) if data is None else data,
         processing_class=tiny_tokenizer(),
     )
 
@@ -42,6 +43,20 @@ def test_the_table_says_what_happened_and_where_to_look(tmp_path):
     ):  # fmt: skip
         assert words in shown
     assert "resumed" not in shown
+
+
+def test_a_stream_is_packed_too_and_a_run_that_has_not_begun_is_not_called_unpacked(tmp_path):
+    streamed = trainer_for(tmp_path / "stream", max_steps=2, data=tokenized(LENGTHS).to_iterable_dataset())
+    shown = table_of(streamed)
+    assert "rows of 32 slots, planned when training begins" in shown
+    streamed.train()
+    shown = table_of(streamed)
+    assert "rows of 32 slots, packed online from a stream" in shown
+    assert "of slots hold a token" in shown
+    assert not re.search(r"packing +. off", shown)
+    assert re.search(
+        r"packing +. off", table_of(trainer_for(tmp_path / "padded", packing=False, tokens_per_batch=None))
+    )
 
 
 def test_one_logged_loss_is_no_change(tmp_path):

@@ -2,7 +2,7 @@
 
 - rows before tokenization: before_weights, inputs, raw_rows, answer_rows, empty_contents,
   token_masks, other_formats
-- chat templates and masks: conversation_checks, conversation_refusals, template_faults, templates
+- chat templates and masks: conversation_checks, conversation_refusals, conversation_roles, template_faults, templates
 - documents: preparation, positions, document_ends
 - a stream: streaming
 - a resumed run: resume

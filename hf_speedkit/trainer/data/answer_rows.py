@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from datasets import Dataset, IterableDataset
 
 from hf_speedkit.core.errors import ConfigurationError, DatasetError
-from hf_speedkit.trainer.data.conversation_refusals import RENAME, refuse_missing_template
+from hf_speedkit.trainer.data.conversation_refusals import refuse_missing_template
+from hf_speedkit.trainer.data.conversation_roles import RENAME
 from hf_speedkit.trainer.data.raw_rows import columns_of, one_format
 
 if TYPE_CHECKING:

@@ -32,13 +32,12 @@ from hf_speedkit.trainer.data.conversation_refusals import (
     lost_answers,
     opened_by_nothing,
     refuse_filled_arguments,
-    refuse_foreign_roles,
     refuse_lost_messages,
     refuse_missing_template,
     refuse_weighed_messages,
     trained_question_tokens,
-    written_roles,
 )
+from hf_speedkit.trainer.data.conversation_roles import refuse_foreign_roles, written_roles
 from hf_speedkit.trainer.data.document_ends import sample_rows
 from hf_speedkit.trainer.data.empty_contents import blank_answers, blank_contents, refuse_null_contents
 from hf_speedkit.trainer.data.raw_rows import refuse_merged_prompts, trained_questions
