@@ -182,7 +182,8 @@ class PackedBatchSampler(BatchRebalanceSampler):  # type: ignore[misc]
             return None
         if saved % self.world_size:
             return f"resume with a number of ranks that divides {saved}, the micro-batches of a saved step on all ranks"
-        return f"gradient_accumulation_steps={saved // self.world_size} gives {self.world_size} ranks the saved steps"
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        return f"gradient_accumulation_steps={saved // self.world_size} gives {ranks} the saved steps"
 
     def _most_packs(self) -> int:
         """Rows that the fullest epoch needs."""

@@ -71,7 +71,7 @@ def refuse_missing_file(name: str) -> None:
         near = nearest_path(name)
         raise DatasetError(
             f"no such file: {name}",
-            mend=(f"did you mean {near}? " if near else "") + f"correct the path (here is {Path.cwd()})",
+            mend=(f"did you mean {near}? Correct" if near else "correct") + f" the path (here is {Path.cwd()})",
         )
 
 

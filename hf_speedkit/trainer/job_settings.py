@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.trainer.dataset_source import refuse_missing_file
 from hf_speedkit.trainer.hardware import is_on
 from hf_speedkit.trainer.setting_names import nearest_path, what_was_meant
 
@@ -122,6 +123,7 @@ def require_named(job: Mapping[str, Any]) -> None:
 
     Raises:
         ConfigurationError: the setting to write, or the path that is not there.
+        DatasetError: the file that is not there.
     """
     if str(job.get("eval_strategy") or "no") != "no":
         raise ConfigurationError(
@@ -152,6 +154,8 @@ def require_named(job: Mapping[str, Any]) -> None:
             )
         if name == "model_name_or_path":
             refuse_no_model(value, name)
+        else:
+            refuse_missing_file(value)
 
 
 def refuse_no_model(given: str, name: str = "model") -> None:

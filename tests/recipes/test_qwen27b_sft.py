@@ -205,13 +205,14 @@ def test_a_job_without_data_is_refused(changed):
         ({"model_name_or_path": str(TINY.parent)}, "is no folder of a model\n  it holds no config.json"),
         ({"model_name_or_path": str(TINY)}, "is no folder of a model\n  it is a file"),
         ({"eval_strategy": "steps"}, "no evaluation set"),
+        ({"dataset_name": "no_rows.jsonl"}, "no such file: no_rows.jsonl"),
         ({"dataset_name": "~/no/data"}, f"dataset_name: {Path.home()}/no/data"),
     ],
-    ids=["no model", "no folder", "no config", "a file", "no evaluation set", "a tilde"],
+    ids=["no model", "no folder", "no config", "a file", "no evaluation set", "no rows", "a tilde"],
 )
 def test_a_model_or_data_that_are_not_there_are_told_before_anything_is_imported(changed, monkeypatch, changes, said):
     monkeypatch.setattr(recipe, "prepare_process", lambda: pytest.fail("it went on"))
-    with pytest.raises(ConfigurationError, match=said):
+    with pytest.raises((ConfigurationError, DatasetError), match=said):
         recipe.main(["--config", str(changed(REAL, **changes))])
 
 

@@ -25,7 +25,7 @@ from hf_speedkit.trainer.data.resume import compare_documents, data_of_rank, ref
 )
 def test_a_resume_that_would_see_other_documents_is_refused_with_a_way_on(copy, dataset, changes, said, mend):
     if "gradient_accumulation_steps" in changes:
-        mend = "gradient_accumulation_steps=1 gives 1 ranks the saved steps"
+        mend = "gradient_accumulation_steps=1 gives 1 rank the saved steps"
     with pytest.raises(PackingError) as refused:
         small(copy, dataset=dataset, max_steps=5, **changes).train(resume_from_checkpoint=True)
     assert said in str(refused.value)
