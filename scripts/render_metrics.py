@@ -42,14 +42,17 @@ is done that nobody counts. Families whose formula is known, each equal to torch
 `tests/core/test_flops.py`:
 {families}.
 Text in a composed model costs what its text model costs, towers and projections left out. Frozen towers, embeddings,
-heads and norms are known, and LoRA beside linear maps from the first layer on (`modules_to_save` included); other
-adapters and frozen layers are not, nor is a batch with images or sound, nor rows cut over ranks by context or sequence
+heads and norms are known, frozen weights of layers in a full fine-tune (two passes of three; one where backward does
+not reach), and LoRA beside linear maps from the first layer on (`modules_to_save` included); other adapters are not,
+nor is a batch with images or sound, nor rows cut over ranks by context or sequence
 parallelism. DoRA has an MFU, and with activation checkpointing no HFU. Without the gradient of the first layer's input,
 which LoRA needs only under activation checkpointing, LoRA's FLOPs are counted high by a part of one layer. For another
 model: `flops=` ([extending](extending.md)).
 
 **NaN.** A loss or gradient that is not finite is counted and its step named at the next logging step, and never shown
-as 0: the loss of that window is logged as NaN, also where transformers' filter has hidden it. With fp16 a gradient that
+as 0: the loss of that window is logged as NaN, also where transformers' filter has hidden it, and the next window's is
+its own again. After `attach` it is the loss that `training_step` returns, else the one among the model's outputs. With
+fp16 a gradient that
 overflows is the loss scaler's way of working: it is counted, and no more. `nonfinite="strict"` (the default of
 SpeedSFTConfig) ends training there, on all ranks, before a checkpoint is written; `"warn"` (the default of
 ThroughputCallback) goes on.

@@ -57,8 +57,9 @@ def before_loading(rank, folder):
     from hf_speedkit.trainer.before_loading import require_kernels
 
     args = types.SimpleNamespace(
-        local_process_index=rank, packing=False, kernel_assertion="strict", model_init_kwargs=None, fused_layers=False
-    )
+        local_process_index=rank, packing=False, kernel_assertion="strict", model_init_kwargs=None, fused_layers=False,
+        parallelism_config=None,
+    )  # fmt: skip
     require_kernels(folder, args)
 
 
