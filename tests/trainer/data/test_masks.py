@@ -5,6 +5,7 @@ import re
 from contextlib import nullcontext
 
 import pytest
+import transformers
 from chat_rows import (
     BOILERPLATE,
     MARKED,
@@ -23,6 +24,11 @@ from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
 from hf_speedkit.core.errors import ConfigurationError, DatasetError, SpeedkitError
 from hf_speedkit.trainer.data.document_ends import say_what_is_odd
 
+# huggingface/transformers issue 47325: 5.24 finds the token that a marked span ends in.
+misses_ends = pytest.mark.skipif(
+    tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 24),
+    reason="transformers marks ends right",
+)
 SHAREGPT = [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]
 
 
@@ -38,7 +44,13 @@ SHAREGPT = [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]
             "none of 1 conversations of the train dataset has an answer",
             '"model": "assistant"',
         ),
-        ([{"messages": chat("w1", "")}], MARKED, "marks no token of a conversation", 'm["content"]'),
+        pytest.param(
+            [{"messages": chat("w1", "")}],
+            MARKED,
+            "marks no token of a conversation",
+            'm["content"]',
+            marks=misses_ends,
+        ),
         (
             [{"conversations": SHAREGPT}],
             MARKED,
@@ -118,6 +130,7 @@ def test_v82_a_mask_that_masks_nothing_is_refused(tmp_path, streaming):
         trainer_for(tmp_path, dataset, everything, assistant_only_loss=True, template_check="off")
 
 
+@misses_ends
 @pytest.mark.parametrize("streaming", [False, True])
 def test_v82_a_mask_of_answers_that_holds_questions_is_refused(tmp_path, caplog, streaming):
     """transformers 5.23 marks all that follows a span whose last character is part of no token (issue 47325)."""
