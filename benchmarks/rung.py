@@ -18,7 +18,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -180,22 +180,20 @@ def build(rung: Rung, workload: Workload, settings: Mapping[str, Any]) -> Any:
 
 
 @contextmanager
-def _removed(folder: Path) -> Iterator[str]:
+def run_folder(out: Path) -> Iterator[str]:
+    """A folder that goes again: the same one on every rank of a launch, since ranks must agree on `output_dir`."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        with tempfile.TemporaryDirectory() as alone:
+            yield alone
+        return
+    launch = os.environ.get("TORCHELASTIC_RUN_ID", "") + os.environ.get("MASTER_PORT", "")
+    folder = Path(tempfile.gettempdir()) / f"rung_{out.stem}_{launch}"
+    folder.mkdir(exist_ok=True)
     try:
         yield str(folder)
     finally:
         if int(os.environ.get("RANK", "0")) == 0:  # the others may end before it has put the trace beside the result
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def run_folder(out: Path) -> AbstractContextManager[str]:
-    """A folder that goes again: the same one on every rank of a launch, since ranks must agree on `output_dir`."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return tempfile.TemporaryDirectory()
-    launch = os.environ.get("TORCHELASTIC_RUN_ID", "") + os.environ.get("MASTER_PORT", "")
-    folder = Path(tempfile.gettempdir()) / f"rung_{out.stem}_{launch}"
-    folder.mkdir(exist_ok=True)
-    return _removed(folder)
 
 
 def main() -> None:

@@ -65,9 +65,15 @@ def _meant(role: str) -> str:
     return _FOREIGN_ROLES.get(role) or (near[0] if near else role)
 
 
+def _mistaken(messages: Messages) -> dict[str, str]:
+    """The roles of messages that stand for another one, and which."""
+    meant = {role: _meant(role) for role in (str(message["role"]) for message in messages)}
+    return {role: other for role, other in meant.items() if other != role}
+
+
 def _renaming(messages: Messages) -> str:
     """The line of code that gives messages the roles that are meant."""
-    wrong = {role: _meant(role) for role in (str(message["role"]) for message in messages) if _meant(role) != role}
+    wrong = _mistaken(messages)
     if not wrong or set(wrong) & set(_FOREIGN_ROLES):
         return RENAME
     return (
@@ -91,7 +97,7 @@ def written_roles(conversations: Sequence[tuple[Messages, dict[str, Any]]], rend
             continue
         texts = [rendered_or_none(render, one, arguments) for one in (messages, known)]
         if None not in texts and texts[0] != texts[1]:
-            strangers = {role: _meant(role) for m in messages if _meant(role := str(m["role"])) != role}
+            strangers = _mistaken(messages)
             return (
                 f"the chat template writes the roles {', '.join(map(repr, strangers))} out; at inference they are "
                 f"{' and '.join(dict.fromkeys(strangers.values()))}. Rename them: {_renaming(messages)}"

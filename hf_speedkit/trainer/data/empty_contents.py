@@ -166,8 +166,15 @@ def _role(message: Any) -> Any:
     return (message or {}).get("role", (message or {}).get("from"))
 
 
+def _readable(dataset: Any) -> bool:
+    """Whether rows are words in columns that arrow can look into: map-style, no transform of one's own, no tokens."""
+    return (
+        isinstance(dataset, Dataset) and dataset.format["type"] != "custom" and "input_ids" not in dataset.column_names
+    )
+
+
 def _conversations(dataset: Any) -> Iterator[_Found]:
-    if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom" or "input_ids" in dataset.column_names:
+    if not _readable(dataset):
         return
     pair = {"prompt", "completion"} <= set(dataset.column_names)
     for column in ("prompt", "completion") if pair else ("messages", "conversations"):
@@ -252,7 +259,7 @@ def _without_words(contents: Any) -> Any:
 
 
 def _texts(dataset: Any, text_field: str) -> list[str]:
-    if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom" or "input_ids" in dataset.column_names:
+    if not _readable(dataset):
         return []
     columns = set(dataset.column_names)
     names = ["completion"] if {"prompt", "completion"} <= columns else [text_field]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,18 +55,19 @@ def prepared_model(trainer: SpeedSFTTrainer, loaded: LoadedWeights) -> PreparedM
     trained = [p for p in model.parameters() if p.requires_grad]
     row_slots = args.row_slots if trainer.packing_active else args.max_length
     wanted, tied = _tie(model)
+    groups = shard_groups(model)
     return PreparedModel(
         ranks=args.world_size,
         shards=_shards(model),
         sharding_asked=(args.fsdp_plugin_args or {}).get("fsdp_version") == 2,
-        groups=shard_groups(model),
+        groups=groups,
         loaded_dtype=loaded.dtype,
         stored_dtype=_commonest_dtype(trained),
         loaded_bytes=loaded.trained_bytes,
         stored_bytes=_bytes(trained),
         weight_bytes=loaded.total_bytes,
         decay=_decay(model),
-        odd_one=_odd_one(model),
+        odd_one=None if groups else _odd_one(model),
         tied_wanted=wanted,
         tied=tied,
         layers_checkpointed_twice=_checkpointed_twice(model),
@@ -176,10 +178,10 @@ def _tie(model: Any) -> tuple[bool, bool]:
 
 def _odd_one(model: Any) -> str | None:
     trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
-    found = list(trained.values())
-    rarest = min(found, key=found.count, default=None)
-    if len(set(found)) < 2 or shard_groups(model):
+    counts = Counter(trained.values())
+    if len(counts) < 2:
         return None
+    rarest = min(counts, key=counts.__getitem__)
     return next(f"{name} in {_name(dtype)}" for name, dtype in trained.items() if dtype == rarest)
 
 
