@@ -121,5 +121,5 @@ def test_sharding_sends_what_a_trace_of_two_gpus_shows():
 
 
 def test_the_table_in_the_docs_is_that_of_the_committed_step():
-    found = json.loads((ROOT / "benchmarks/results/2026-11-30_2xh200_27b_products_floors.json").read_text())
+    found = json.loads((ROOT / "benchmarks/results/2026-11-30_2xh200_27b_speedkit_floors.json").read_text())
     assert floors.markdown(found) in (ROOT / "docs/speed.md").read_text()

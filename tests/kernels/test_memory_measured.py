@@ -69,7 +69,8 @@ def test_the_plan_is_within_ten_percent_of_the_measured_peak(file, fused, traced
     [
         ("steps/2026-11-29_2xh200_27b-64_speedkit.json", "2026-11-29_2xh200_27b_floors.json", False),
         ("steps/2026-11-30_2xh200_27b-64_speedkit.json", "2026-11-30_2xh200_27b_floors.json", False),
-        ("ladder/27b-64_speedkit_rep1.json", "2026-11-30_2xh200_27b_products_floors.json", True),
+        ("steps/2026-11-30_2xh200_27b-64_products.json", "2026-11-30_2xh200_27b_products_floors.json", True),
+        ("ladder/27b-64_speedkit_rep1.json", "2026-11-30_2xh200_27b_speedkit_floors.json", True),
     ],
 )
 def test_the_plan_of_the_whole_27b_is_within_ten_percent_where_some_layers_keep_their_activations(
