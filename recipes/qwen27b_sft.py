@@ -132,6 +132,7 @@ def parse(config: Path, argv: list[str]) -> tuple[RecipeArguments, Any, Any]:
 
     parser = TrlParser(kinds)
     parser.error = refuse
+    parser.allow_abbrev = False  # what was read before it knows whole names only
     try:
         recipe, args, model_args = parser.parse_args_and_config(
             ["--config", str(config), *without_option(argv, "config")]

@@ -105,6 +105,8 @@ def test_a_key_that_does_not_exist_is_named(changed):
     path = changed(learning_rat=1.0)
     with pytest.raises(ConfigurationError, match=r"no setting learning_rat\n.*did you mean learning_rate"):
         recipe.parse(path, ["--config", str(path)])
+    with pytest.raises(ConfigurationError, match=r"no setting report\n.*did you mean report_to"):
+        recipe.parse(TINY, ["--report", "wandb"])  # argparse would take it, the checks before it have not seen it
     path = changed(save_strategy=False)  # `save_strategy: no`
     with pytest.raises(ConfigurationError, match='write "no" in quotes'):
         recipe.parse(path, ["--config", str(path)])
