@@ -21,6 +21,8 @@ _NEED_EVALUATION = (
     ("lr_scheduler_type", "reduce_lr_on_plateau", "nothing tells when the rate is to fall"),
     ("lr_scheduler_type", "greedy", "nothing tells when the rate is to fall"),
 )
+# What Trainer and TRL's SFTTrainer return of one evaluation without compute_metrics (transformers 5.23, trl 1.16).
+_EVALUATED = ("loss", "entropy", "mean_token_accuracy", "num_tokens", "aux_loss", "runtime")
 _NEED_WORKERS = ("dataloader_persistent_workers", "dataloader_prefetch_factor")
 
 
@@ -49,6 +51,51 @@ def check_combinations(config: Any) -> None:
             )
     _check_precision_words(config)
     _check_insides(config)
+
+
+def require_best_metric(trainer: Any) -> None:
+    """Refuse a metric_for_best_model that no evaluation of this training returns.
+
+    Trainer looks it up behind the first evaluation (transformers 5.23, `Trainer._determine_best_metric`), hours into a
+    training that then ends with a KeyError. Of several evaluation sets each has names of its own, and none is "loss".
+
+    Args:
+        trainer: the SpeedSFTTrainer, with all its callbacks: one of them may add what it measures.
+
+    Raises:
+        ConfigurationError: the metric, and one that there is.
+    """
+    config, sets = trainer.args, trainer.eval_dataset
+    metric = config.metric_for_best_model
+    off = metric is None or sets is None or word_of(config.eval_strategy) == "no"
+    if off or any(map(_is_users, (trainer.evaluate, trainer.log, *_hooks(trainer)))):
+        return
+    several = isinstance(sets, dict)
+    prefixes = [f"{name}_" for name in sets] if several else [""]
+    asked = metric.removeprefix("eval_")
+    names = [asked.removeprefix(prefix) for prefix in prefixes if asked.startswith(prefix)]
+    if any(trainer.compute_metrics is not None or name in _EVALUATED for name in names):
+        return
+    evaluated = (
+        f"the evaluation sets are {', '.join(map(str, sets))}, each with a loss of its own"
+        if several
+        else f"without compute_metrics it returns {', '.join(_EVALUATED)}"
+    )
+    raise ConfigurationError(
+        f"metric_for_best_model={metric!r} is nothing that an evaluation of this training returns: it would end there",
+        evidence=(evaluated,),
+        mend=f'metric_for_best_model="{prefixes[0]}{nearest((names or [asked])[0], _EVALUATED) or "loss"}"',
+    )
+
+
+def _hooks(trainer: Any) -> list[Any]:
+    """Methods of callbacks that are handed what was measured, and may add to it."""
+    names = ("on_evaluate", "on_log")
+    return [getattr(callback, name) for callback in trainer.callback_handler.callbacks for name in names]
+
+
+def _is_users(method: Any) -> bool:
+    return not method.__module__.startswith(("hf_speedkit.", "transformers.", "trl."))
 
 
 def _check_best(config: Any) -> None:

@@ -21,6 +21,7 @@ from hf_speedkit.packing.documents import document_lengths, prepare_documents
 from hf_speedkit.packing.row_rules import PACKED_COLUMNS
 from hf_speedkit.packing.stream import PackedStream
 from hf_speedkit.packing.stream_source import refuse_other_orders, share_of_rank, shuffles_of
+from hf_speedkit.trainer.combination_rules import require_best_metric
 from hf_speedkit.trainer.config import SpeedSFTConfig
 from hf_speedkit.trainer.data.answer_rows import answered, no_answers, without_marks
 from hf_speedkit.trainer.data.conversation_checks import SAMPLE_ROWS
@@ -201,7 +202,9 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
 
         Raises:
             DatasetError, PackingError: it cannot be trained on.
+            ConfigurationError: see `require_best_metric`.
         """
+        require_best_metric(self)
         agree(self._check_replaced)
         return super().train(*args, **kwargs)
 

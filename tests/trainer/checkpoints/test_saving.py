@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from checkpoint_run import SignalAt, losses, names, small
 from support import tokenized
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from hf_speedkit import SpeedSFTTrainer
 from hf_speedkit.core.errors import ConfigurationError
@@ -25,6 +25,7 @@ from hf_speedkit.trainer.checkpoints.folder import (
     rotate,
 )
 from hf_speedkit.trainer.checkpoints.resume import Reader, settle_resume
+from hf_speedkit.trainer.combination_rules import require_best_metric
 
 
 def test_a_checkpoint_holds_what_loads_it_and_a_manifest_over_all_of_it(run):
@@ -147,6 +148,42 @@ def test_a_limit_of_one_and_the_best_model_keep_their_names(tmp_path):
     state = json.loads((tmp_path / f"checkpoint-{best}" / "trainer_state.json").read_text())
     assert state["best_model_checkpoint"] == trainer.state.best_model_checkpoint
     assert names(tmp_path) == [f"checkpoint-{best}"]
+
+
+class AddsRouge(TrainerCallback):
+    def on_evaluate(self, args, state, control, metrics, **_):
+        metrics["eval_rouge"] = 0.5
+
+
+@pytest.mark.parametrize(
+    ("metric", "more", "meant"),
+    [
+        (None, {}, None),
+        ("eval_mean_token_accuracy", {}, None),
+        ("mean_token_acuracy", {}, "mean_token_accuracy"),
+        ("rouge", {}, "loss"),
+        ("rouge", {"compute_metrics": dict}, None),
+        ("rouge", {"callbacks": [AddsRouge()]}, None),
+        (None, {"sets": True}, "chats_loss"),
+        ("eval_tasks_loss", {"sets": True}, None),
+        ("rouge", {"sets": True, "compute_metrics": dict}, "chats_loss"),
+    ],
+)
+def test_a_best_metric_that_no_evaluation_returns_is_refused_before_step_1(tmp_path, metric, more, meant):
+    rows = tokenized([9, 20], seed=7)
+    more = dict(more)
+    sets = {"chats": rows, "tasks": rows} if more.pop("sets", False) else rows
+    measured = more.pop("compute_metrics", None)
+    trainer = small(
+        tmp_path, max_steps=1, eval_dataset=sets, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True,
+        save_steps=1, metric_for_best_model=metric, **more,
+    )  # fmt: skip
+    trainer.compute_metrics = measured
+    if meant is None:
+        require_best_metric(trainer)
+        return
+    with pytest.raises(ConfigurationError, match=f'metric_for_best_model="{meant}"'):
+        trainer.train()
 
 
 def test_what_goes_to_the_hub_is_the_whole_checkpoint_under_its_name(tmp_path, monkeypatch):
