@@ -54,39 +54,6 @@ def refuse_weighed_messages(conversations: Sequence[tuple[Messages, dict[str, An
             )
 
 
-def refuse_filled_arguments(conversations: Sequence[tuple[Messages, dict[str, Any]]]) -> None:
-    """Refuse tool calls, and template arguments of single rows, that a data set has filled up with None.
-
-    Arrow gives all rows of a column the same fields, so a call of one function gets the parameters of every other, and
-    templates write them out: the model learns to call functions with parameters that are null.
-
-    Raises:
-        DatasetError: a call has an argument without a value, or a row an argument for the template.
-    """
-    calls = [call for messages, _ in conversations for message in messages for call in message.get("tool_calls") or ()]
-    arguments = [(call.get("function") or call).get("arguments") for call in calls]
-    kwargs = [name for _, given in conversations for name, value in given.items() if value is None and name != "tools"]
-    if kwargs:
-        raise DatasetError(
-            f'"chat_template_kwargs" of {len(kwargs)} rows have no value for {kwargs[0]!r}',
-            evidence=("Arrow gives each row the names of all others, and to a template None is not the same as none",),
-            mend="give every row the same names, or set them for all rows in the config: chat_template_kwargs={...}",
-            regardless='template_check="warn"',
-        )
-    filled = [given for given in arguments if isinstance(given, Mapping) and None in given.values()]
-    if filled:
-        empty = [name for name, value in filled[0].items() if value is None]
-        raise DatasetError(
-            f"{len(filled)} of {len(calls)} tool calls have arguments without a value",
-            evidence=(
-                f"the first: {', '.join(map(repr, empty[:5]))}",
-                "Arrow fills a call with the parameters of all other functions, and templates write them out as null",
-            ),
-            mend='Dataset.from_list(rows, on_mixed_types="use_json") keeps each call as it is',
-            regardless='template_check="warn"',
-        )
-
-
 def refuse_lost_messages(conversations: Sequence[tuple[Messages, dict[str, Any]]], render: Render) -> None:
     """Refuse messages, calls and tools of which a template writes nothing at all, and contents it writes as Python.
 
@@ -114,18 +81,18 @@ def _first_loss(messages: Messages, arguments: Mapping[str, Any], render: Render
     text = rendered_or_none(render, messages, arguments)
     if text is None:
         return None
-    seen = _one_line(text)
-    tools = [str(name) for name in map(_function_name, arguments.get("tools") or ()) if name]
+    seen = one_line(text)
+    tools = [str(name) for name in map(function_name, arguments.get("tools") or ()) if name]
     if tools and not any(name in seen for name in tools):
         return f"all tools, such as {tools[0]!r}"
     for message in messages:
-        parts = _texts(message.get("content"))
+        parts = said_in(message.get("content"))
         answer = message["role"] == "assistant"  # see `lost_answers`
-        if parts and not answer and not any(_written(part, seen) for part in parts):
+        if parts and not answer and not any(written(part, seen) for part in parts):
             return f"what the {message['role']} says: {parts[0][:60]!r}"
         if isinstance(message.get("content"), list) and "{'type': 'text'" in text:
             return "the form of contents in parts, and writes them out as Python: pass each content as one text"
-        calls = [str(name) for name in map(_function_name, message.get("tool_calls") or ()) if name]
+        calls = [str(name) for name in map(function_name, message.get("tool_calls") or ()) if name]
         if calls and not any(name in seen for name in calls):
             return f"the calls of tools, such as that of {calls[0]!r}"
     return None
@@ -146,15 +113,15 @@ def lost_answers(conversations: Sequence[tuple[Messages, dict[str, Any]]], rende
         text = rendered_or_none(render, messages, arguments)
         if text is None:
             continue
-        seen = _one_line(text)
+        seen = one_line(text)
         for message in messages:
             if message["role"] == "assistant":
                 # Thoughts begin alike ("Okay, the user"), so that the beginning of one says nothing about another.
                 thought = max("\n".join(_thoughts(message)).splitlines(), key=len, default="")
-                thoughts[0] += bool(thought) and _one_line(thought) not in seen
+                thoughts[0] += bool(thought) and one_line(thought) not in seen
                 thoughts[1] += bool(thought)
-                texts = _texts(message.get("content"))
-                answers[0] += bool(texts) and not any(_written(text, seen) for text in texts)
+                texts = said_in(message.get("content"))
+                answers[0] += bool(texts) and not any(written(text, seen) for text in texts)
                 answers[1] += bool(texts)
     said = []
     if thoughts[0]:
@@ -233,7 +200,7 @@ def trained_question_tokens(
     """
     spans, cursor = [], 0
     for message in messages:
-        for said in _texts(message.get("content")):
+        for said in said_in(message.get("content")):
             at = text.find(said.strip(), cursor)
             if at >= 0:
                 cursor = at + len(said.strip())
@@ -246,7 +213,7 @@ def trained_question_tokens(
     return sum(inside), len(inside)
 
 
-def _texts(content: Any) -> list[str]:
+def said_in(content: Any) -> list[str]:
     """What a message says, without reasoning in tags: that may be left out on purpose."""
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
@@ -254,17 +221,19 @@ def _texts(content: Any) -> list[str]:
     return [text for text in said if text.strip()]
 
 
-def _written(part: str, seen: str) -> bool:
+def written(part: str, seen: str) -> bool:
     """Whether a text holds a part, or the beginning or end of one of its lines, as it is or as JSON."""
     lines = [line for line in part.splitlines() if line.strip()]
-    forms = [_one_line(form) for line in lines for form in (line, json.dumps(line, ensure_ascii=False)[1:-1])]
+    forms = [one_line(form) for line in lines for form in (line, json.dumps(line, ensure_ascii=False)[1:-1])]
     return any(form[:_RECOGNIZED] in seen or form[-_RECOGNIZED:] in seen for form in forms)
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """A text with one blank in place of every space, so that texts that were wrapped are still the same."""
     return " ".join(text.split())
 
 
-def _function_name(tool: Any) -> Any:
+def function_name(tool: Any) -> Any:
+    """The name of a tool, or of the tool that a call is of; None where there is none."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     return function.get("name") if isinstance(function, Mapping) else None

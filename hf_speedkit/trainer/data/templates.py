@@ -31,7 +31,6 @@ from hf_speedkit.trainer.data.conversation_checks import (
 from hf_speedkit.trainer.data.conversation_refusals import (
     lost_answers,
     opened_by_nothing,
-    refuse_filled_arguments,
     refuse_lost_messages,
     refuse_missing_template,
     refuse_weighed_messages,
@@ -42,6 +41,8 @@ from hf_speedkit.trainer.data.document_ends import sample_rows
 from hf_speedkit.trainer.data.empty_contents import blank_answers, blank_contents, refuse_null_contents
 from hf_speedkit.trainer.data.raw_rows import refuse_merged_prompts, trained_questions
 from hf_speedkit.trainer.data.template_faults import named_failure, refuse_broken_template
+from hf_speedkit.trainer.data.tool_calls import refuse_odd_calls
+from hf_speedkit.trainer.data.unread_columns import unread_prompts
 
 logger = logging.getLogger(__name__)
 
@@ -98,11 +99,11 @@ class TemplateChecks:
         self._refuse(lambda: refuse_weighed_messages(conversations), name)
         questions = None if self.answers_only else trained_questions(sample)
         lost = (*lost_answers(conversations, self._train), opened_by_nothing(conversations, self._train))
-        said = (written_roles(conversations, self._train), questions, *lost)
+        said = (unread_prompts(sample), written_roles(conversations, self._train), questions, *lost)
         for sentence in () if self.quiet else filter(None, said):
             logger.warning("%s documents: %s", name, sentence)
         self._refuse(lambda: refuse_reasoning_line(conversations, self._infer), name)
-        self._refuse(lambda: refuse_filled_arguments(conversations), name)
+        self._refuse(lambda: refuse_odd_calls(conversations, self._train), name)
         self._refuse(lambda: refuse_lost_messages(conversations, self._train), name)
         differences = self._refuse(lambda: rendering_differences(conversations, self._train, self._infer), name) or []
         warning = self._refuse(lambda: judge_differences(differences, len(conversations), prompts=prompts), name)

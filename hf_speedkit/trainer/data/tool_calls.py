@@ -1,0 +1,100 @@
+"""Calls of tools as data sets keep them: fields that Arrow filled in, arguments that a template quotes once more."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hf_speedkit.core.errors import DatasetError
+from hf_speedkit.trainer.data.conversation_checks import Messages, Render, rendered_or_none
+
+# Of JSON schemas, whose null is a value. Arrow fills these as well, beside others that show it.
+_MAY_BE_NULL = ("default", "const", "enum", "examples")
+_AS_IT_IS = 'Dataset.from_list(rows, on_mixed_types="use_json")'
+
+
+def refuse_odd_calls(conversations: Sequence[tuple[Messages, dict[str, Any]]], render: Render) -> None:
+    """Refuse calls, tools and template arguments that a template would write in another form than was meant.
+
+    Args:
+        conversations: see `conversations_of`.
+        render: as for training.
+
+    Raises:
+        DatasetError: a call has an argument without a value, a tool a field, or a row an argument for the template;
+            arguments are JSON text that the template quotes.
+    """
+    _refuse_filled(conversations)
+    _refuse_quoted(conversations, render)
+
+
+def _refuse_filled(conversations: Sequence[tuple[Messages, dict[str, Any]]]) -> None:
+    """Arrow gives all rows of a column the same fields: a call of one function gets the parameters of every other, and
+    so does its definition (modelscope/ms-swift#6467). Templates write them out as null."""
+    kwargs = [name for _, given in conversations for name, value in given.items() if value is None and name != "tools"]
+    if kwargs:
+        raise DatasetError(
+            f'"chat_template_kwargs" of {len(kwargs)} rows have no value for {kwargs[0]!r}',
+            evidence=("Arrow gives each row the names of all others, and to a template None is not the same as none",),
+            mend="give every row the same names, or set them for all rows in the config: chat_template_kwargs={...}",
+            regardless='template_check="warn"',
+        )
+    calls = [_arguments(call) for messages, _ in conversations for call in _calls(messages)]
+    tools = [tool for _, given in conversations for tool in given.get("tools") or ()]
+    for what, kind, all_of in (("tool calls have arguments", "call", calls), ("tools have fields", "tool", tools)):
+        filled = [names for names in map(_without_value, all_of) if names]
+        if filled:
+            raise DatasetError(
+                f"{len(filled)} of {len(all_of)} {what} without a value",
+                evidence=(
+                    f"the first: {', '.join(map(repr, filled[0][:5]))}",
+                    f"Arrow fills a {kind} with the parameters of all other functions, and templates write them out as "
+                    "null",
+                ),
+                mend=f"{_AS_IT_IS} keeps each {kind} as it is"
+                + ("; so does a column of JSON text" if kind == "tool" else ""),
+                regardless='template_check="warn"',
+            )
+
+
+def _refuse_quoted(conversations: Sequence[tuple[Messages, dict[str, Any]]], render: Render) -> None:
+    """OpenAI's format has JSON text for arguments, and most templates put a `tojson` behind them, which quotes it
+    (huggingface/transformers#45419). Servers read the text before they render, so inference never shows it."""
+    found = 0
+    for messages, arguments in conversations:
+        texts = [given for given in map(_arguments, _calls(messages)) if _is_object(given)]
+        text = rendered_or_none(render, messages, arguments) if texts else None
+        forms = [json.dumps(given, ensure_ascii=escaped) for given in texts for escaped in (False, True)]
+        found += text is not None and any(form in text for form in forms)
+    if found:
+        raise DatasetError(
+            f"arguments of calls are JSON text, which the chat template quotes once more, in {found} of "
+            f"{len(conversations)} conversations",
+            evidence=("the model would learn to write a quoted text where an object is meant",),
+            mend=f'call["function"]["arguments"] = json.loads(...) for each call, then {_AS_IT_IS}',
+            regardless='template_check="warn"',
+        )
+
+
+def _calls(messages: Messages) -> list[Any]:
+    return [call for message in messages for call in message.get("tool_calls") or ()]
+
+
+def _arguments(call: Any) -> Any:
+    return (call.get("function") or call).get("arguments")
+
+
+def _without_value(value: Any) -> list[str]:
+    """Names of the fields without a value, at any depth."""
+    if isinstance(value, Mapping):
+        given = [(str(key), one) for key, one in value.items() if key not in _MAY_BE_NULL]
+        return [name for key, one in given for name in ([key] if one is None else _without_value(one))]
+    return [name for one in value for name in _without_value(one)] if isinstance(value, list) else []
+
+
+def _is_object(arguments: Any) -> bool:
+    try:
+        return isinstance(arguments, str) and isinstance(json.loads(arguments), dict)
+    except ValueError:
+        return False

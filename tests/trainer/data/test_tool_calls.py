@@ -1,0 +1,79 @@
+"""Calls and tools in the forms that data sets keep them in, and columns beside conversations."""
+
+import json
+from contextlib import nullcontext
+
+import pytest
+from chat_rows import PLAIN, chat, tokenizer_with
+from datasets import Dataset
+
+from hf_speedkit.core.errors import DatasetError
+from hf_speedkit.trainer.data.templates import TemplateChecks
+
+
+def checks(template, mode="strict"):
+    return TemplateChecks(tokenizer_with(template), None, mode, False)
+
+
+def tool(name, **properties):
+    parameters = {"type": "object", "properties": {key: {"type": kind} for key, kind in properties.items()}}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def called(arguments, content=""):
+    calls = [{"type": "function", "function": {"name": "call", "arguments": arguments}}]
+    return [*chat("w1"), {"role": "assistant", "content": content, "tool_calls": calls}]
+
+
+WRITES_TOOLS = "{% for t in tools or [] %}{{ t|tojson }}{% endfor %}" + PLAIN.replace(
+    "m.content +", "m.content + (m.tool_calls|tojson if m.tool_calls else '') +"
+)
+TWO_TOOLS = [[tool("call", a="string")], [tool("call", b="string")]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"messages": chat("w1", "w2"), "tools": tools} for tools in TWO_TOOLS], "2 of 2 tools have fields .*\n.*'b'"),
+        ([{"messages": chat("w1", "w2"), "tools": json.dumps(tools)} for tools in TWO_TOOLS], None),
+        ([{"messages": chat("w1", "w2"), "tools": [tool("call", a={"default": None, "enum": ["x"]})]}], None),
+        ([{"messages": called({"a": {"b": 1}})}, {"messages": called({"a": {"c": 1}})}], "arguments without .*\n.*'c'"),
+        ([{"messages": called('{"a": "ü"}')}], "quotes once more, in 1 of 1"),
+        ([{"messages": called({"a": 1})}, {"messages": called({"a": 2})}], None),
+        ([{"messages": called("w1")}], None),
+    ],
+    ids=["tools", "tools of JSON", "a default", "inside arguments", "JSON", "objects", "a text"],
+)
+def test_calls_and_tools_that_a_template_writes_in_another_form_are_refused(rows, message):
+    with nullcontext() if message is None else pytest.raises(DatasetError, match=message):
+        checks(WRITES_TOOLS).before(Dataset.from_list(rows), "train")
+
+
+UNREAD = {"system": "w20 w21", "id": 7}
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"messages": chat("w1", "w2"), **UNREAD}, '"role": "system", "content": row["system"]'),
+        (
+            {"conversations": [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}], **UNREAD},
+            '"from": "sy',
+        ),
+        ({"prompt": "w1", "completion": " w2", **UNREAD}, "at the beginning of each prompt"),
+        (
+            {"messages": called({"a": 1}), "tool_defs": json.dumps([tool("call")])},
+            'rename_column("tool_defs", "tools")',
+        ),
+        ({"messages": [{"role": "system", "content": "w20  w21"}, *chat("w1", "w2")], **UNREAD}, None),
+        ({"messages": chat("use call", "w2"), "functions": json.dumps([tool("call")])}, None),
+        ({"messages": called({"a": 1}), "tools": [tool("call")], "functions": "def call(): ..."}, None),
+        ({"messages": chat("w1", "w2"), "system": "", "functions": "[]"}, None),
+        ({"text": "w1", **UNREAD}, None),
+    ],
+    ids=["system", "sharegpt", "pair", "tools", "said", "told", "read", "empty", "text"],
+)
+def test_columns_that_belong_into_the_prompt_and_are_read_by_nothing_are_said(row, said, caplog):
+    checks(WRITES_TOOLS, mode="warn").before(Dataset.from_list([row]), "train")
+    assert ("is read by nothing" in caplog.text) is (said is not None)
+    assert said is None or said in caplog.text
