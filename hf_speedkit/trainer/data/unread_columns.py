@@ -59,7 +59,7 @@ def _prompt_texts(row: Mapping[str, Any]) -> list[str]:
     """All that a row says, but for its calls; none where it is one text, which may say anything."""
     if isinstance(row.get("prompt"), str):
         return [row["prompt"]]
-    turns = next((row[column] for column in (*_CHATS, "prompt") if isinstance(row.get(column), list)), [])
+    turns: Any = next((row[column] for column in (*_CHATS, "prompt") if isinstance(row.get(column), list)), [])
     contents = [turn.get("content", turn.get("value")) for turn in turns if isinstance(turn, Mapping)]
     return [text for content in contents for text in said_in(content)]
 
