@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hf_speedkit.trainer.adapters import below_adapters
+from hf_speedkit.trainer.sharded.put_back import forget_gradients, put_back
 from hf_speedkit.trainer.sharded.units import is_sharded, lists_of_units, parameter_groups, sharded_layers
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ def let_go_of_unused(model: Any, stack: ExitStack, *, compiled: bool = False) ->
     layer's next forward pass, and takes it for the layer's weights (torch 2.13, `FSDPParamGroup.unshard`: "already
     called, pending wait"), although an optimizer step or a checkpoint has changed those. And what is gathered without
     copies keeps its memory. After a forward pass that raised, and a training that did, what torch keeps of the pass is
-    reset too (`FSDPModule.reset_iter_state`, since 2.13).
+    put back too.
 
     Args:
         model: the sharded model.
@@ -114,15 +115,16 @@ def let_go_of_unused(model: Any, stack: ExitStack, *, compiled: bool = False) ->
             _drop(group)
 
     def after(module: Any, given: Any, output: Any) -> None:
-        if output is None:  # it raised: torch calls this all the same, since it is to be called in any case
-            _reset(model)
         drop()
+        if output is None:  # it raised: torch calls this all the same, since it is to be called in any case
+            put_back(model, groups)
 
     def leave(kind: Any, *_: Any) -> None:
         try:
-            if kind is not None:
-                _reset(model)
             drop()
+            if kind is not None:
+                put_back(model, groups)
+                forget_gradients(groups)
         except RuntimeError as error:  # a device that is lost: what ended the training is to be seen, not this
             logger.warning("FSDP2 was not put back: %s", str(error).partition("\n")[0])
 
@@ -155,8 +157,3 @@ def _drop(group: Any) -> None:
             group.device_handle.current_stream().wait_stream(stream)
         for param in group.fsdp_params:
             param.free_unsharded_param()
-
-
-def _reset(model: Any) -> None:
-    if hasattr(model, "reset_iter_state") and model._get_fsdp_state()._is_root:
-        model.reset_iter_state()

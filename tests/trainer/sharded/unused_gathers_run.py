@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 
 import torch
@@ -88,10 +88,28 @@ def leaves_one_out(tower):
     tower(rows(tower)).square().mean().backward()
 
 
+@contextmanager
+def as_before_torch_2_13():
+    """Without the method that puts a pass back, where this torch has it."""
+    own = FSDPModule.__dict__.get("reset_iter_state")
+    if own is not None:
+        del FSDPModule.reset_iter_state
+    try:
+        yield
+    finally:
+        if own is not None:
+            FSDPModule.reset_iter_state = own
+
+
 def fails(tower):
     tower.layers[1].fails_with = ValueError("caught by the user")
     with suppress(ValueError):
         tower(rows(tower))
+
+
+def fails_before_2_13(tower):
+    with as_before_torch_2_13():
+        fails(tower)
 
 
 def below_the_root(tower):
@@ -117,6 +135,7 @@ CASES = {
     "stops early": (stops_early, "loaded"),
     "leaves one out": (leaves_one_out, "stepped"),
     "fails": (fails, "stepped"),
+    "fails, before 2.13": (fails_before_2_13, "stepped"),
     "below the root": (below_the_root, "stepped"),
     "twice": (twice, "stepped"),
     "aims behind": (aims_behind, "stepped"),
@@ -173,7 +192,8 @@ def fails_backward(tower):
     def stop(_):
         raise RuntimeError("in the backward pass")
 
-    handle = tower.layers[1].register_forward_hook(lambda _, __, out: out.register_hook(stop) and None)
+    # Below a product whose gradient is there, and not reduced yet.
+    handle = tower.layers[1].second.register_forward_pre_hook(lambda _, given: given[0].register_hook(stop) and None)
     loss = tower(rows(tower)).square().mean()
     handle.remove()
     loss.backward()
@@ -187,10 +207,13 @@ def interrupted(tower):
 def after_training(**how):
     """A training that ends by an error, and the next one of the same model with other settings."""
     said = {}
-    for name, ends in (("backward", fails_backward), ("interrupted", interrupted)):
+    endings = {"backward": fails_backward, "interrupted": interrupted}
+    cases = [(name, ends, nullcontext) for name, ends in endings.items()]
+    cases += [(f"{name}, before 2.13", ends, as_before_torch_2_13) for name, ends in endings.items()]
+    for name, ends, torch_is in cases:
         tower = sharded(**how)
         comms = {place: (group._all_gather_comm, group._reduce_scatter_comm) for place, group in groups(tower).items()}
-        with suppress(RuntimeError, Stop), corrected_gathers(tower):
+        with suppress(RuntimeError, Stop), torch_is(), corrected_gathers(tower):
             wrong(tower)
             ends(tower)
         tower.layers[1].fails_with = None
