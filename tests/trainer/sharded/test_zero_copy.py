@@ -15,8 +15,8 @@ from zero_copy_run import STEPS, VARIANTS, rank_main
 
 from hf_speedkit.trainer.sharded import zero_copy, zero_copy_proof
 from hf_speedkit.trainer.sharded.ahead import _drop
-from hf_speedkit.trainer.sharded.put_back import _is_known
 from hf_speedkit.trainer.sharded.gradient_memory import ReduceScatterInOneMemory
+from hf_speedkit.trainer.sharded.put_back import _is_known
 
 two = pytest.mark.two_process
 
