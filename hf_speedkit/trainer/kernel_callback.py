@@ -15,6 +15,8 @@ from hf_speedkit.kernels.demands import Requirement, checked, names_of
 from hf_speedkit.kernels.inspection import assert_kernels, check_kernels
 from hf_speedkit.kernels.model_checks import model_config
 from hf_speedkit.kernels.refusal import packed_refusal
+from hf_speedkit.trainer.data.document_ends import end_tokens
+from hf_speedkit.trainer.proof.collated import odd_targets
 from hf_speedkit.trainer.proof.first_step import FirstStep
 from hf_speedkit.trainer.proof.flattening import (
     boundaries_given,
@@ -33,8 +35,9 @@ class KernelAssertionCallback(FirstStep):
     """Inspects the prepared model before step 1 and stops all ranks when training would run slow or wrong kernels.
 
     Under a config that packs (TRL's `packing` or `padding_free`) families whose documents would see one another are
-    refused too, and so is a collator that pads there. On a GPU the kernels of the first micro-batch are read as well
-    and must hold those of every fused function; see `FirstStep`.
+    refused too, and so is a collator that pads there; under any, one that trains on what the labels of its rows leave
+    out. On a GPU the kernels of the first micro-batch are read as well and must hold those of every fused function; see
+    `FirstStep`.
 
     Args:
         mode: "strict" raises KernelAssertionError; "warn" logs the same text, and raises only where transformers would
@@ -71,6 +74,8 @@ class KernelAssertionCallback(FirstStep):
             said: list[str] = []
             loader = given.get("train_dataloader")
             self.checks = agree(lambda: self._assert(args, model, loader, said.append))
+            ends = end_tokens(given.get("processing_class"), model)
+            agree(lambda: self._targets(loader, ends, said.append))
             say_once(logger.warning, said)
         self.expect(self.mode)
 
@@ -119,6 +124,16 @@ class KernelAssertionCallback(FirstStep):
         for warning in (*warnings, *filter(None, [padded])):
             say(str(warning))
         return checks
+
+    def _targets(self, loader: Any, ends: set[int], say: Callable[[str], object]) -> None:
+        try:
+            odd = odd_targets(loader, ends)
+        except ConfigurationError as error:
+            if self.mode == "strict":
+                raise
+            odd = str(error)
+        if odd is not None:
+            say(odd)
 
 
 def _on_a_cpu(error: KernelAssertionError, *, packed: bool) -> KernelAssertionError:

@@ -48,10 +48,10 @@ def spread(dataset: Dataset) -> Dataset:
 
 
 def end_tokens(tokenizer: Any, model: Any) -> set[int]:
-    """Tokens at which generation stops."""
+    """Tokens at which generation stops, as tokenizer (None: nobody has one) and model say."""
     stated = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     more = stated if isinstance(stated, (list, tuple)) else [stated]
-    return {int(token) for token in (tokenizer.eos_token_id, *more) if token is not None}
+    return {int(token) for token in (getattr(tokenizer, "eos_token_id", None), *more) if token is not None}
 
 
 def _say_what_is_doubled(rows: Sequence[Mapping[str, Any]], tokenizer: Any, name: str) -> None:

@@ -20,10 +20,12 @@ from hf_speedkit.packing.boundaries import check_packed_batch
 from hf_speedkit.packing.isolation import assert_isolation
 from hf_speedkit.trainer.attach import refuse_second
 from hf_speedkit.trainer.before_loading import loading_settings
+from hf_speedkit.trainer.data.document_ends import end_tokens
 from hf_speedkit.trainer.data.resume import compare_documents, data_of_rank, padded_order, refuse_ranks_apart
 from hf_speedkit.trainer.kernel_callback import activation_dtype, packed_slots
 from hf_speedkit.trainer.metrics.saved_totals import load_totals
 from hf_speedkit.trainer.number_rules import warn_of_long_warmup
+from hf_speedkit.trainer.proof.collated import odd_targets
 from hf_speedkit.trainer.proof.first_step import FirstStep
 from hf_speedkit.trainer.proof.head_proof import probe_tokens, prove_loss_head
 from hf_speedkit.trainer.proof.module_mode import in_mode
@@ -66,7 +68,9 @@ class StartupProof(FirstStep):
         self._watch = RankWatch(trainer.args.stuck_rank_timeout_s)
         trainer.add_callback(self._watch)
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
         """Make the layers ready and prove them, or stop all ranks with one message."""
         trainer = self._trainer
         refuse_second(trainer.callback_handler.callbacks)  # add_callback may have brought one
@@ -88,6 +92,10 @@ class StartupProof(FirstStep):
         noise = args.neftune_noise_alpha if trainer.packing_active else None
         if noise:
             trainer.neftune_hook_handle.remove()  # transformers', by the length of the row
+        if not trainer.packing_active:
+            ends = end_tokens(trainer._tokenizer, trainer.model)
+            said = agree(lambda: odd_targets(given.get("train_dataloader"), ends))
+            say_once(logger.warning, [said] if said else [])
         self.prove()
         if noise:  # behind the proof, which compares outputs
             trainer.until_trained(document_noise(trainer.model, noise))

@@ -1,0 +1,118 @@
+"""What collators make of the targets of rows, in a plain Trainer and in ours."""
+
+import random
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import plain_trainer
+import pytest
+import torch
+from support import tiny_llama, tiny_tokenizer, tokenized
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    DataCollatorWithFlattening,
+    default_data_collator,
+)
+
+from hf_speedkit import KernelAssertionCallback, PackedCollator, SpeedSFTConfig, SpeedSFTTrainer, attach
+from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.trainer.proof.collated import odd_targets
+
+EOS = 1
+MASKED = [{"input_ids": [2, 3, 4, EOS], "labels": [-100, -100, 4, EOS]} for _ in range(2)]
+UNEVEN = [MASKED[0], {"input_ids": [5, 6, EOS], "labels": [-100, -100, EOS]}]
+TEXTS = [{"input_ids": row["input_ids"]} for row in UNEVEN]
+
+
+def padded_with_the_end(side="right"):
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, side
+    return tokenizer
+
+
+def end_to_end(rows, *, starts=-100, positions=True):
+    """A flattening collator of one's own."""
+    ids, labels = [[i for row in rows for i in row["input_ids"]]], []
+    for row in rows:
+        first = row["input_ids"][0] if starts is None else starts
+        labels += [first, *row.get("labels", row["input_ids"])[1:]]
+    batch = {"input_ids": torch.tensor(ids), "labels": torch.tensor([labels])}
+    where = [at for row in rows for at in range(len(row["input_ids"]))]
+    return {**batch, "position_ids": torch.tensor([where])} if positions else batch
+
+
+@pytest.mark.parametrize(
+    ("rows", "collator", "refused"),
+    [
+        (MASKED, DataCollatorForLanguageModeling(tiny_tokenizer(), mlm=False), "targets of 2 of 2 tokens that labels"),
+        (UNEVEN, DataCollatorForLanguageModeling(tiny_tokenizer(), mlm=False), "does not pad the labels"),
+        (UNEVEN, DataCollatorForSeq2Seq(padded_with_the_end("left"), padding=True), None),
+        (UNEVEN, DataCollatorWithFlattening(), None),
+        (TEXTS, DataCollatorWithFlattening(separator_id=EOS), None),  # an end that was asked for
+        (UNEVEN, PackedCollator(0, 16), None),
+        (TEXTS, lambda rows: end_to_end(rows, starts=None), "1 of 1 documents begin with a target"),
+        (TEXTS, lambda rows: end_to_end(rows, starts=None, positions=False), None),  # one text that was cut
+        (MASKED, lambda rows: None, None),
+        ([{"input_ids": [2, EOS], "labels": [3]}], DataCollatorForSeq2Seq(tiny_tokenizer()), None),
+        ([{"text": "w2"}], DataCollatorForLanguageModeling(tiny_tokenizer(), mlm=False), None),
+        (iter(MASKED), DataCollatorForLanguageModeling(tiny_tokenizer(), mlm=False), None),
+    ],
+    ids=["lost", "uneven", "kept", "flat", "separator", "packed", "joined", "cut", "none", "seq2seq", "text", "stream"],
+)  # fmt: skip
+def test_a_collator_that_trains_on_what_rows_leave_out_is_refused(rows, collator, refused):
+    with nullcontext() if refused is None else pytest.raises(ConfigurationError, match=refused):
+        assert odd_targets(SimpleNamespace(dataset=rows, collate_fn=collator), {EOS}) is None
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("tokenizer", "said"), [(padded_with_the_end, True), (lambda side: tiny_tokenizer(), False)])
+def test_ends_that_a_collator_takes_for_padding_are_said(tokenizer, said, side):
+    collator = DataCollatorForLanguageModeling(tokenizer(side), mlm=False)
+    odd = odd_targets(SimpleNamespace(dataset=TEXTS, collate_fn=collator), {EOS})
+    assert ("does not learn to stop" in (odd or "")) is said
+
+
+@pytest.mark.parametrize("label", [0, -100])
+def test_padding_that_rows_bring_as_targets_is_said(label):
+    row = {"input_ids": [2, EOS, 0, 0], "labels": [2, EOS, label, label], "attention_mask": [1, 1, 0, 0]}
+    odd = odd_targets(SimpleNamespace(dataset=[row], collate_fn=default_data_collator), {EOS})
+    assert ("2 of the targets in a batch of 1 rows are padding" in (odd or "")) is (label == 0)
+
+
+def test_what_is_drawn_for_the_look_is_drawn_again_in_training():
+    drawn = []
+
+    def collator(rows):
+        drawn.append((random.random(), np.random.rand(), torch.rand(()).item()))
+        return {}
+
+    loader = SimpleNamespace(dataset=TEXTS, collate_fn=collator)
+    odd_targets(loader, set())
+    odd_targets(loader, set())
+    assert drawn[0] == drawn[1]
+
+
+def test_both_trainers_look_before_step_1(tmp_path, caplog):
+    collator = DataCollatorForLanguageModeling(padded_with_the_end(), mlm=False)
+    plain = plain_trainer.make_trainer(tmp_path / "a", collator=collator, data=MASKED, max_steps=1)
+    attach(plain, KernelAssertionCallback())
+    with pytest.raises(ConfigurationError, match="that labels of the rows leave out"):
+        plain.train()
+    said = plain_trainer.make_trainer(tmp_path / "b", collator=collator, data=MASKED, max_steps=1)
+    attach(said, KernelAssertionCallback(mode="warn"))
+    said.train()
+    assert "that labels of the rows leave out" in caplog.text
+    ours = SpeedSFTTrainer(
+        model=tiny_llama(),
+        args=SpeedSFTConfig(
+            output_dir=str(tmp_path / "c"), use_cpu=True, bf16=False, packing=False, save_strategy="no",
+            per_device_train_batch_size=1, activation_checkpointing=False, report_to="none", max_steps=1,
+        ),
+        train_dataset=tokenized([5, 5], targets_from=2),
+        processing_class=tiny_tokenizer(),
+        data_collator=collator,
+    )  # fmt: skip
+    with pytest.raises(ConfigurationError, match="targets of 2 of 2 tokens"):
+        ours.train()
