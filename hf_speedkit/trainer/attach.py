@@ -13,7 +13,9 @@ from transformers.trainer_callback import DefaultFlowCallback
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.packing.collator import PackedCollator
 from hf_speedkit.trainer.installed_versions import warn_of_untested_versions
+from hf_speedkit.trainer.launching import sharded_states
 from hf_speedkit.trainer.metrics.returned_losses import ReturnedLosses
+from hf_speedkit.trainer.trackers import refuse_lone_readers
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +103,8 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> None:
 
     Raises:
         ConfigurationError: no callback, something else than a trainer and callback instances, or a second callback of a
-            kind that a trainer has once (a ThroughputCallback, a KernelAssertionCallback).
+            kind that a trainer has once (a ThroughputCallback, a KernelAssertionCallback). A tracker that would read
+            sharded weights on one rank alone.
     """
     if not callbacks:
         raise ConfigurationError(
@@ -126,6 +129,8 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> None:
             f"attach() takes a transformers Trainer first, not a {type(trainer).__name__}",
             mend="attach(trainer, ThroughputCallback())",
         )
+    if states := sharded_states(trainer.args):
+        refuse_lone_readers(trainer.args.report_to, states)
     listed: list[TrainerCallback] = trainer.callback_handler.callbacks
     if trainer.is_world_process_zero() and not any(type(other).__module__.startswith(_OURS) for other in listed):
         warn_of_untested_versions()

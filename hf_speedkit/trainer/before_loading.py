@@ -14,13 +14,13 @@ from hf_speedkit.kernels.requirements import stands_alone
 from hf_speedkit.trainer.adapters import require_targets
 from hf_speedkit.trainer.hardware import word_of
 from hf_speedkit.trainer.hub_access import HubName, require_hub, require_login
-from hf_speedkit.trainer.launching import refuse_split_recurrence
+from hf_speedkit.trainer.launching import refuse_split_recurrence, sharded_states
 from hf_speedkit.trainer.memory.check import require_memory_of
 from hf_speedkit.trainer.optional_packages import require_attention, require_hub_kernels, require_packages
 from hf_speedkit.trainer.output import require_output_dir
 from hf_speedkit.trainer.precision_rules import refuse_half_weights
 from hf_speedkit.trainer.ranks.agreement import agree
-from hf_speedkit.trainer.trackers import require_tracker_names
+from hf_speedkit.trainer.trackers import refuse_lone_readers, require_tracker_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,8 +44,8 @@ def require_parts(args: SpeedSFTConfig, eval_dataset: object = None, callbacks: 
     Callbacks that are no list are refused as well; transformers adds lists and says no more than that.
 
     Raises:
-        ConfigurationError: see `require_packages`, `require_tracker_names` and `require_output_dir`; an evaluation
-            without rows.
+        ConfigurationError: see `require_packages`, `require_tracker_names`, `refuse_lone_readers` and
+            `require_output_dir`; an evaluation without rows.
     """
     if callbacks is not None and not isinstance(callbacks, list):
         one = hasattr(callbacks, "on_train_begin")
@@ -55,6 +55,8 @@ def require_parts(args: SpeedSFTConfig, eval_dataset: object = None, callbacks: 
         )
     require_packages(args)
     require_tracker_names(args.report_to)
+    if states := sharded_states(args):
+        refuse_lone_readers(args.report_to, states)
     require_output_dir(args.output_dir)
     if args.push_to_hub:
         require_login(args.hub_token)

@@ -208,6 +208,22 @@ def warn_of_first_fsdp(fsdp_version: object, environment: Mapping[str, str] | No
         )
 
 
+def sharded_states(args: Any, environment: Mapping[str, str] | None = None) -> str:
+    """FSDP's `state_dict_type`, as settings or launcher ask for it; empty where the job shards nothing.
+
+    Args:
+        args: TrainingArguments, made.
+        environment: os.environ unless given.
+    """
+    environment = os.environ if environment is None else environment
+    asked = args.fsdp_plugin_args
+    if launched_processes(environment) == 1 or not (asked or is_on(environment.get("ACCELERATE_USE_FSDP"))):
+        return ""
+    # accelerate 1.15, dataclasses.py:2047; transformers 5.23 says FULL_STATE_DICT where fsdp_config says nothing.
+    default = "SHARDED_STATE_DICT" if environment.get("FSDP_VERSION") == "2" else "FULL_STATE_DICT"
+    return str((asked or {}).get("state_dict_type") or environment.get("FSDP_STATE_DICT_TYPE", default)).upper()
+
+
 def refuse_split_rows(parallel: object, environment: Mapping[str, str] | None = None) -> None:
     """Refuse parallelism that hands parts of one row to several ranks.
 

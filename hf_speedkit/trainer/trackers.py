@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,12 +15,21 @@ from hf_speedkit.trainer.setting_names import nearest
 _PACKAGES = {
     "azure_ml": ("azureml",), "flyte": ("flytekitplugins",), "tensorboard": ("tensorboard", "tensorboardX"),
 }  # fmt: skip
+logger = logging.getLogger(__name__)
+
 _NOT_TRACKERS = {"none", "all"}
 # transformers 5.23 integrations/integration_utils.py, INTEGRATION_TO_CALLBACK; a test compares.
 _TRACKERS = ("azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "kubeflow", "mlflow",
              "neptune", "swanlab", "tensorboard", "trackio", "wandb")  # fmt: skip
 WITHOUT_SERVER = ("offline", "disabled", "dryrun")
 """Modes in which wandb needs no login."""
+# transformers 5.23, integration_utils.py:775, 840 and 2248: what a tracker does on world rank 0 alone, by the variable
+# that asks for it.
+_WATCHES = {"wandb": ("WANDB_WATCH", ("all", "parameters"))}
+_SAVES = {
+    "wandb": ("WANDB_LOG_MODEL", ("end", "checkpoint")),
+    "dvclive": ("HF_DVCLIVE_LOG_MODEL", ("TRUE", "true", "1")),
+}
 
 
 def require_trackers(settings: Mapping[str, object]) -> None:
@@ -91,6 +101,52 @@ def require_tracker_names(report_to: object) -> None:
             mend=f"{both}correct or unset {' '.join(wrong)}",
             regardless="--report_to none: the step log in output_dir is written all the same",
         )
+
+
+def refuse_lone_readers(report_to: object, state_dict_type: str, environment: Mapping[str, str] | None = None) -> None:
+    """Refuse a tracker that reads the sharded weights on world rank 0 alone: it waits for the others, who never come.
+
+    Tried over two processes: WANDB_WATCH=parameters stood still in step 100, the first that wandb looks at, and
+    WANDB_LOG_MODEL=end behind the last step (transformers issue 30895, wandb issues 7423 and 9774).
+
+    Args:
+        report_to: a name, a list of names or a comma-separated list.
+        state_dict_type: FSDP's, "FULL_STATE_DICT" or "SHARDED_STATE_DICT".
+        environment: os.environ unless given.
+
+    Raises:
+        ConfigurationError: the variable, and what to do instead.
+    """
+    environment = os.environ if environment is None else environment
+    watches, saves = (_asked_for(table, report_to, environment) for table in (_WATCHES, _SAVES))
+    if watches is not None:
+        raise ConfigurationError(
+            f"{watches}: rank 0 alone would read the weights that FSDP has spread over all, and wait for the others",
+            mend="unset WANDB_WATCH; the norm of all gradients is logged as grad_norm",
+        )
+    if saves is None:
+        return
+    instead = "trainer.save_model(FOLDER) writes it, which a tracker's artifact can hold afterwards"
+    if "FULL" not in state_dict_type:
+        logger.warning(
+            "%s: the final model that it uploads will hold no weights, for FSDP shards them; %s", saves, instead
+        )
+        return
+    raise ConfigurationError(
+        f"{saves}: behind the last step rank 0 alone would gather the sharded model, and wait for the others",
+        mend=f"unset {saves.partition('=')[0]}; {instead}",
+    )
+
+
+def _asked_for(
+    table: Mapping[str, tuple[str, tuple[str, ...]]], report_to: object, environment: Mapping[str, str]
+) -> str | None:
+    named = _listed(report_to)
+    for tracker, (variable, values) in table.items():
+        value = environment.get(variable, "")
+        if value in values and (tracker in named or ("all" in named and is_installed(tracker))):
+            return f"{variable}={value}"
+    return None
 
 
 def _asks_wandb(report_to: object) -> bool:

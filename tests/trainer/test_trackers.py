@@ -5,6 +5,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.trainer import trackers
+from hf_speedkit.trainer.before_loading import require_parts
 from hf_speedkit.trainer.trackers import require_trackers
 
 
@@ -94,6 +95,36 @@ def test_a_trainer_of_ones_own_is_told_as_well_before_anything_is_loaded(monkeyp
     monkeypatch.setenv("WANDB_PROJECT", "team/job")
     args = SpeedSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="wandb")
     with pytest.raises(ConfigurationError, match="does not take WANDB_PROJECT"):
+        SpeedSFTTrainer("no/model", args)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "states", "message"),
+    [
+        ("WANDB_WATCH", "all", "SHARDED_STATE_DICT", "unset WANDB_WATCH"),
+        ("WANDB_WATCH", "gradients", "FULL_STATE_DICT", None),
+        ("WANDB_LOG_MODEL", "end", "FULL_STATE_DICT", "unset WANDB_LOG_MODEL; trainer.save_model"),
+        ("WANDB_LOG_MODEL", "checkpoint", "SHARDED_STATE_DICT", None),
+        ("HF_DVCLIVE_LOG_MODEL", "true", "FULL_STATE_DICT", None),  # nobody reports to it
+    ],
+)
+def test_a_tracker_that_reads_sharded_weights_on_one_rank_alone_is_refused(
+    monkeypatch, tmp_path, caplog, variable, value, states, message
+):
+    from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
+
+    args = SpeedSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv(variable, value)
+    require_parts(args)  # one process has all of the weights
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_STATE_DICT_TYPE", states)
+    if message is None:
+        require_parts(args)
+        assert ("will hold no weights" in caplog.text) == (variable == "WANDB_LOG_MODEL")
+        return
+    with pytest.raises(ConfigurationError, match=message):
         SpeedSFTTrainer("no/model", args)
 
 

@@ -94,6 +94,34 @@ def check_wrap_class(model: Any, plugin: Any) -> None:
     )
 
 
+def refuse_sharded_four_bits(model: Any, plugin: Any) -> None:
+    """Refuse 4-bit weights that FSDP2 would shard: those that bitsandbytes stores in a floating dtype.
+
+    A shard is a plain tensor without the scales, and another number for every NaN among its bytes (bitsandbytes issue
+    1945). Run over two processes (torch 2.13, bitsandbytes 0.50.2): logits moved by 0.2, and nothing raised. Stored as
+    uint8, accelerate 1.15 leaves such weights out of the sharding (fsdp_utils.py:797), and losses are those of DDP.
+
+    Args:
+        model: the model before it is sharded.
+        plugin: accelerate's FullyShardedDataParallelPlugin, or None.
+
+    Raises:
+        ConfigurationError: names the setting.
+    """
+    if plugin is None or plugin.fsdp_version != 2:
+        return
+    packed = [p for p in model.parameters() if type(p).__name__ == "Params4bit" and p.is_floating_point()]
+    if not packed:
+        return
+    dtype = str(packed[0].dtype).removeprefix("torch.")
+    raise ConfigurationError(
+        f"FSDP2 would shard {len(packed)} 4-bit weights that are stored as {dtype}, and compute with wrong ones",
+        evidence=("a shard loses bitsandbytes' scales; nothing would raise",),
+        mend="leave bnb_4bit_quant_storage out (uint8): each GPU then holds all 4-bit weights",
+        regardless="without load_in_4bit, LoRA shards the frozen weights in 16 bits",
+    )
+
+
 def _judged(trainer: SpeedSFTTrainer, loaded: LoadedWeights) -> tuple[Any, tuple[Finding, ...]]:
     model = prepared_model(trainer, loaded)
     findings = judge(model)

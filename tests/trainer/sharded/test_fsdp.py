@@ -34,7 +34,7 @@ from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.trainer.sharded.ahead import reentrant as reason_to_wait
 from hf_speedkit.trainer.sharded.communication import _one_memory, corrected_gathers
 from hf_speedkit.trainer.sharded.gradient_memory import ReduceScatterInOneMemory
-from hf_speedkit.trainer.sharded.preflight import check_wrap_class
+from hf_speedkit.trainer.sharded.preflight import check_wrap_class, refuse_sharded_four_bits
 from hf_speedkit.trainer.sharded.prepared import loaded_weights, peak_host_growth
 from hf_speedkit.trainer.sharded.units import decoder_layers
 
@@ -253,6 +253,21 @@ def test_a_wrap_class_that_the_model_lacks_is_refused_with_the_right_one():
     check_wrap_class(tiny_hybrid(), plugin("Qwen3_5DecoderLayer"))
     check_wrap_class(tiny_llama(), plugin())
     check_wrap_class(tiny_llama(), None)
+
+
+@pytest.mark.parametrize(("dtype", "version", "refused"), [("bfloat16", 2, 1), ("uint8", 2, 0), ("bfloat16", 1, 0)])
+def test_four_bit_weights_that_fsdp2_would_cut_are_refused_and_others_pass(dtype, version, refused):
+    class Params4bit(torch.nn.Parameter):
+        """As bitsandbytes calls them."""
+
+    model = tiny_llama()
+    packed = torch.zeros(8, 1, dtype=getattr(torch, dtype))
+    model.model.layers[0].mlp.up_proj.weight = Params4bit(packed, requires_grad=False)
+    if not refused:
+        refuse_sharded_four_bits(model, SimpleNamespace(fsdp_version=version))
+        return
+    with pytest.raises(ConfigurationError, match="leave bnb_4bit_quant_storage out"):
+        refuse_sharded_four_bits(model, SimpleNamespace(fsdp_version=version))
 
 
 def test_fewer_than_one_layer_ahead_is_refused():
