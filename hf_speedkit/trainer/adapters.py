@@ -128,3 +128,18 @@ def adapter_config(model_args: ModelConfig) -> Any:
 def below_adapters(model: Any) -> Any:
     """The transformers model itself, where peft has wrapped it."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def complete_head(model: Any) -> None:
+    """Give the output layer a bias of None where peft's wrapper for single tokens of tied embeddings has none at all.
+
+    TRL's loss head (1.16) reads weight and bias of the output layer: its first forward pass would end in an
+    AttributeError, although the wrapper's weight is the right one, new tokens included.
+
+    Args:
+        model: with adapters or without.
+    """
+    head = below_adapters(model).get_output_embeddings()
+    wrapped = getattr(getattr(head, "token_adapter", None), "base_layer", None)
+    if wrapped is not None and not hasattr(head, "bias") and getattr(wrapped, "bias", None) is None:
+        head.bias = None

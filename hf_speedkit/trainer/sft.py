@@ -23,6 +23,7 @@ from hf_speedkit.packing.documents import document_lengths
 from hf_speedkit.packing.planner import count_padded_batches
 from hf_speedkit.packing.sampler import PackedBatchSampler
 from hf_speedkit.packing.stream import StreamCollator
+from hf_speedkit.trainer.adapters import complete_head
 from hf_speedkit.trainer.attach import attach
 from hf_speedkit.trainer.before_loading import kernel_mode, require_kernels, require_parts
 from hf_speedkit.trainer.checkpoints.interrupt import interrupts_told
@@ -129,6 +130,7 @@ class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
                 peft_config=peft_config,
                 formatting_func=formatting_func,
             )
+        complete_head(self.model)
         self.check_prepared()
         if self.packing_active or max(args.per_device_train_batch_size, args.per_device_eval_batch_size) > 1:
             check_pad_token(self._tokenizer.pad_token_id, self.model)

@@ -1,12 +1,13 @@
 """LoRA and QLoRA: refused early where they cannot work, adapted where nothing is said."""
 
 import pytest
+import torch
 from support import tiny_llama
 from trl import ModelConfig
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.trainer import adapters
-from hf_speedkit.trainer.adapters import adapter_config, require_adapters, require_targets
+from hf_speedkit.trainer.adapters import adapter_config, complete_head, require_adapters, require_targets
 
 
 @pytest.fixture
@@ -95,3 +96,32 @@ def test_a_single_name_is_a_name_and_no_pattern():
     pytest.importorskip("peft", reason="pip install peft")
     args = ModelConfig(use_peft=True, lora_target_modules=["q_proj"])
     assert adapter_config(args).target_modules == {"q_proj"}
+
+
+class SingleTokens(torch.nn.Module):
+    """As peft wraps the output layer where it trains single tokens of tied embeddings: a weight, and no bias."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.token_adapter = torch.nn.Module()
+        self.token_adapter.base_layer = layer
+
+    @property
+    def weight(self):
+        return self.token_adapter.base_layer.weight
+
+    def forward(self, hidden):
+        return self.token_adapter.base_layer(hidden)
+
+
+def test_trls_loss_head_serves_an_output_layer_of_which_single_tokens_are_trained():
+    from trl.trainer.utils import add_fused_lm_head
+
+    model = tiny_llama()
+    add_fused_lm_head(model)
+    complete_head(model)  # a plain one is left alone
+    ids = torch.arange(2, 9)[None]
+    expected = model(input_ids=ids, labels=ids, fused_lm_head=True).loss
+    model.set_output_embeddings(SingleTokens(model.get_output_embeddings()))
+    complete_head(model)
+    torch.testing.assert_close(model(input_ids=ids, labels=ids, fused_lm_head=True).loss, expected)

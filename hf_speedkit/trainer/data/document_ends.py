@@ -1,4 +1,4 @@
-"""How documents begin and end: special tokens that come twice, and ends that no model learns from them."""
+"""Special tokens of documents: some that come twice, ends that no model learns, and some that it has never learned."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+import torch
 from datasets import Dataset
 
 from hf_speedkit.packing.boundaries import IGNORE_INDEX
@@ -16,9 +17,12 @@ from hf_speedkit.trainer.data.conversation_checks import SAMPLE_ROWS
 
 logger = logging.getLogger(__name__)
 
+_ZERO = 1e-16
+"""Untrained rows of published weights are zero, or what is left of it after a conversion."""
+
 
 def say_what_is_odd(dataset: Any, tokenizer: Any, model: Any, name: str) -> None:
-    """Warn of documents whose ends are doubled, or are no targets, by a sample of them.
+    """Warn of documents whose ends are doubled, or are no targets, or that hold unknown tokens, by a sample of them.
 
     Args:
         dataset: tokenized and masked: map-style, a stream of rows or a `PackedStream`.
@@ -31,6 +35,7 @@ def say_what_is_odd(dataset: Any, tokenizer: Any, model: Any, name: str) -> None
         return
     _say_what_is_doubled(rows, tokenizer, name)
     _say_what_never_ends(rows, tokenizer, end_tokens(tokenizer, model), name)
+    _say_what_is_unknown(rows, tokenizer, model.get_input_embeddings(), name)
 
 
 def sample_rows(dataset: Any) -> list[Any]:
@@ -90,3 +95,21 @@ def _say_what_never_ends(rows: Sequence[Mapping[str, Any]], tokenizer: Any, ends
         "your own), or set eos_token to the token that ends a turn",
         name, ", ".join(map(repr, stops)), len(rows), tokenizer.convert_ids_to_tokens(last.most_common(1)[0][0]),
     )  # fmt: skip
+
+
+def _say_what_is_unknown(rows: Sequence[Mapping[str, Any]], tokenizer: Any, embedding: Any, name: str) -> None:
+    """Tokens whose embedding is zero and stays so: a base model has never seen the turn marks of its instruct sister
+    (Llama 3: meta-pytorch/torchtune#2429), and LoRA leaves embeddings alone."""
+    weight = getattr(embedding, "weight", None)
+    # Of FSDP2's shards, and of a model that is still empty, nothing can be read here.
+    if type(weight) is not torch.nn.Parameter or weight.is_meta or any(w.requires_grad for w in embedding.parameters()):
+        return
+    found = {int(token) for row in rows for token in row["input_ids"]} - {getattr(embedding, "padding_idx", None)}
+    used = torch.tensor([token for token in sorted(found) if 0 <= token < len(weight)], device=weight.device).long()
+    unknown = used[weight.detach().index_select(0, used).abs().amax(1) <= _ZERO].tolist()
+    if unknown:
+        logger.warning(
+            "%s documents: the embeddings of %d tokens are zero (%s) and no embedding is trained: to the model they "
+            "are all the same. trainable_token_indices=%s in the LoraConfig, or the instruct model",
+            name, len(unknown), ", ".join(map(repr, tokenizer.convert_ids_to_tokens(unknown[:5]))), unknown[:5],
+        )  # fmt: skip

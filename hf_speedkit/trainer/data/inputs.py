@@ -294,6 +294,12 @@ def check_vocabulary(dataset: Any, model: Any, name: str) -> None:
                 raise DatasetError(
                     f"the {name} dataset has {what} {wrong}, and the model's embedding has {rows} rows",
                     mend="tokenize with the model's own tokenizer, or model.resize_token_embeddings(len(tokenizer))"
+                    + (
+                        ""
+                        if _trains_embeddings(model)
+                        else " with trainable_token_indices=[...] in the LoraConfig: the "
+                        "new rows are drawn, and would stay so"
+                    )
                     if what == "token id" or wrong >= 0
                     else f"a token that is no target has the label {IGNORE_INDEX}",
                 )
@@ -313,6 +319,10 @@ def check_pad_token(pad_token_id: int, model: Any) -> None:
             mend="tokenizer.pad_token = tokenizer.eos_token (no loss depends on it), or "
             "model.resize_token_embeddings(len(tokenizer))",
         )
+
+
+def _trains_embeddings(model: Any) -> bool:
+    return any(weight.requires_grad for weight in model.get_input_embeddings().parameters())
 
 
 def embedding_rows(model: Any) -> int:

@@ -227,6 +227,10 @@ def test_tokens_and_labels_without_an_embedding_are_refused_before_a_gpu_asserts
     with pytest.raises(DatasetError, match=named):
         check_vocabulary(dataset, tiny_llama(), "train")
     check_vocabulary(dataset.select(range(2000)), tiny_llama(), "train")
+    model = tiny_llama().requires_grad_(False)  # as below adapters
+    with pytest.raises(DatasetError) as refused:
+        check_vocabulary(dataset, model, "train")
+    assert ("trainable_token_indices" in str(refused.value)) is ("resize_token_embeddings" in str(refused.value))
 
 
 def test_v33_ranks_are_not_weighed_alike_whatever_their_targets(tmp_path, monkeypatch):
