@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
+from json import JSONDecodeError
 from typing import Any, Self
 
 from datasets import Dataset, IterableDataset
@@ -148,7 +149,11 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
             raise without_marks(error, dataset, name) from error
         except StopIteration as error:  # a stream whose rows `answered` has left out
             raise no_answers(name) from error
-        except (TemplateError, TypeError) as error:  # of a row that no sample held; it says neither which nor why
+        except (
+            TemplateError,
+            TypeError,
+            JSONDecodeError,
+        ) as error:  # of a row that no sample held; unnamed, unexplained
             named = checks.failure_of(dataset) if isinstance(dataset, Dataset) else None
             if named is None:
                 raise

@@ -16,6 +16,7 @@ from datasets import Dataset, IterableDataset, Value
 from hf_speedkit.core.errors import DatasetError
 from hf_speedkit.trainer.data.empty_contents import has_null
 from hf_speedkit.trainer.data.token_masks import check_masks, mask_fault
+from hf_speedkit.trainer.data.tool_calls import without_blank_tools
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ def one_format(dataset: Any, text_field: str) -> Any:
     weights = [name for name in columns if name in _WEIGHTS]
     if weights:
         logger.warning("the column %r weighs nothing: every target token counts the same", weights[0])
+    dataset = without_blank_tools(dataset)
     if chosen in (("messages",), ("conversations",)):
         row: Mapping[str, Any] = next(iter(dataset), {})
         first = row.get(chosen[0]) or [{}]

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from datasets import IterableDataset
+
 from hf_speedkit.core.errors import DatasetError
 from hf_speedkit.trainer.data.conversation_checks import Messages, Render, rendered_or_none
 
@@ -27,6 +29,25 @@ def refuse_odd_calls(conversations: Sequence[tuple[Messages, dict[str, Any]]], r
     """
     _refuse_filled(conversations)
     _refuse_quoted(conversations, render)
+
+
+def without_blank_tools(dataset: Any) -> Any:
+    """The dataset with `[]` for tools that are a blank text, as ShareGPT's rows without tools have it; TRL reads JSON.
+
+    Args:
+        dataset: not tokenized; without a column of texts called tools it comes back as it is.
+    """
+    if isinstance(dataset, IterableDataset):
+        return dataset.map(_no_tools) if "tools" in (dataset.column_names or ["tools"]) else dataset
+    if "tools" not in dataset.column_names or getattr(dataset.features["tools"], "dtype", "") != "string":
+        return dataset
+    blank = any(isinstance(tools, str) and not tools.strip() for tools in dataset["tools"])
+    return dataset.map(_no_tools) if blank else dataset
+
+
+def _no_tools(row: Mapping[str, Any]) -> dict[str, Any]:
+    tools = row.get("tools")
+    return {"tools": "[]"} if isinstance(tools, str) and not tools.strip() else {}
 
 
 def _refuse_filled(conversations: Sequence[tuple[Messages, dict[str, Any]]]) -> None:

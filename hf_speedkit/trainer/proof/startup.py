@@ -60,6 +60,7 @@ class StartupProof(FirstStep):
         self.findings: tuple[Finding, ...] = ()
         self.seconds: dict[str, float] = {}
         self.resumed_at = 0
+        self._begun_at: int | None = None
         plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
         check_wrap_class(trainer.model, plugin)
         refuse_sharded_four_bits(trainer.model, plugin)
@@ -193,6 +194,14 @@ class StartupProof(FirstStep):
         two, and the documents of a later epoch would silently come in the order of the first.
         """
         self._trainer.set_sampler_epoch(state.global_step)
+        again = self._begun_at == state.global_step == self.resumed_at > 0
+        if again and not self._trainer.packing_active and args.process_index == 0:
+            logger.warning(
+                "the stream ended within the %d batches that a resume skips, and what was read of its last pass is "
+                "read again: transformers counts no passes. packing=True goes on with the very next row",
+                state.global_step * args.gradient_accumulation_steps,
+            )
+        self._begun_at = state.global_step
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Log the last step, whatever logging_steps says, so that curve and summary end where training did."""

@@ -183,3 +183,11 @@ def test_training_again_begins_the_stream_anew(tmp_path):
     trainer.train()
     trainer.train()
     assert recorder.rows[:3] == recorder.rows[3:]
+
+
+def test_a_padded_stream_that_ends_within_what_a_resume_skips_is_said(tmp_path, caplog):
+    trainer = trainer_for(tmp_path, dataset=stream(), max_steps=4, packing=False, tokens_per_batch=None)
+    trainer.startup.resumed_at = trainer.state.global_step = 3
+    for said in (0, 1):  # transformers begins the next epoch where the first gave no batch
+        trainer.startup.on_epoch_begin(trainer.args, trainer.state, trainer.control)
+        assert caplog.text.count("is read again") == said

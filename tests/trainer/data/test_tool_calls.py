@@ -4,10 +4,11 @@ import json
 from contextlib import nullcontext
 
 import pytest
-from chat_rows import PLAIN, chat, tokenizer_with
+from chat_rows import PLAIN, chat, tokenizer_with, trainer_for
 from datasets import Dataset
 
 from hf_speedkit.core.errors import DatasetError
+from hf_speedkit.trainer.data.raw_rows import one_format
 from hf_speedkit.trainer.data.templates import TemplateChecks
 
 
@@ -77,3 +78,17 @@ def test_columns_that_belong_into_the_prompt_and_are_read_by_nothing_are_said(ro
     checks(WRITES_TOOLS, mode="warn").before(Dataset.from_list([row]), "train")
     assert ("is read by nothing" in caplog.text) is (said is not None)
     assert said is None or said in caplog.text
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_tools_of_blank_text_are_no_tools(streaming):
+    rows = Dataset.from_list([{"messages": chat("w1", "w2"), "tools": tools} for tools in ("", json.dumps([1]), None)])
+    rows = rows.to_iterable_dataset() if streaming else rows
+    assert [row["tools"] for row in one_format(rows, "text")] == ["[]", "[1]", None]
+
+
+def test_tools_that_are_no_json_in_a_row_that_no_sample_held_are_told_as_such(tmp_path):
+    rows = [{"messages": chat("w1", "w2"), "tools": "[]"}] * 200
+    rows[101] = {"messages": chat("w1", "w2"), "tools": "w7"}
+    with pytest.raises(DatasetError, match="no JSON"):
+        trainer_for(tmp_path, Dataset.from_list(rows), PLAIN)
