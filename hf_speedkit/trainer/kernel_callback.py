@@ -16,13 +16,16 @@ from hf_speedkit.kernels.inspection import assert_kernels, check_kernels
 from hf_speedkit.kernels.model_checks import model_config
 from hf_speedkit.kernels.refusal import packed_refusal
 from hf_speedkit.trainer.data.document_ends import end_tokens
-from hf_speedkit.trainer.proof.collated import odd_targets
+from hf_speedkit.trainer.proof.collated import Look, looked_at, odd_targets
 from hf_speedkit.trainer.proof.first_step import FirstStep
 from hf_speedkit.trainer.proof.flattening import (
+    attention_of,
     boundaries_given,
     flattening_checks,
     flattening_collator,
+    hidden_documents,
     padded_all_the_same,
+    rows_by_content,
 )
 from hf_speedkit.trainer.ranks.agreement import agree, say_once
 
@@ -73,9 +76,11 @@ class KernelAssertionCallback(FirstStep):
         if self.mode != "off":
             said: list[str] = []
             loader = given.get("train_dataloader")
-            self.checks = agree(lambda: self._assert(args, model, loader, said.append))
+            look = agree(lambda: self._refused(lambda: looked_at(loader), said.append)) or Look(None, [], None)
+            self.checks = agree(lambda: self._assert(args, model, loader, look.batch, said.append))
             ends = end_tokens(given.get("processing_class"), model)
-            agree(lambda: self._targets(loader, ends, said.append))
+            odd = agree(lambda: self._refused(lambda: odd_targets(look, ends), said.append))
+            said += [odd] if odd else []
             say_once(logger.warning, said)
         self.expect(self.mode)
 
@@ -93,9 +98,9 @@ class KernelAssertionCallback(FirstStep):
         )
 
     def _assert(
-        self, args: TrainingArguments, model: Any, loader: Any, say: Callable[[str], object]
+        self, args: TrainingArguments, model: Any, loader: Any, batch: Any, say: Callable[[str], object]
     ) -> tuple[KernelCheck, ...]:
-        collator = flattening_collator(loader)
+        collator = flattening_collator(loader) or rows_by_content(batch)
         slots = getattr(collator, "tokens_per_batch", None) or packed_slots(args, flattens=collator is not None)
         try:
             checks = check_kernels(
@@ -116,7 +121,8 @@ class KernelAssertionCallback(FirstStep):
         stuck = packed_refusal(checks, boundaries_given(collator)) if slots is not None else None
         if stuck is not None:
             raise stuck
-        padded = padded_all_the_same(loader) if packed_slots(args) is not None else None
+        attention = attention_of(model_config(model))
+        padded = padded_all_the_same(loader) if packed_slots(args) is not None else hidden_documents(batch, attention)
         if padded is not None and self.mode == "strict":
             raise padded
         if args.device.type == "cpu":  # see `_on_a_cpu`
@@ -125,15 +131,14 @@ class KernelAssertionCallback(FirstStep):
             say(str(warning))
         return checks
 
-    def _targets(self, loader: Any, ends: set[int], say: Callable[[str], object]) -> None:
+    def _refused(self, check: Callable[[], Any], say: Callable[[str], object]) -> Any:
         try:
-            odd = odd_targets(loader, ends)
+            return check()
         except ConfigurationError as error:
             if self.mode == "strict":
                 raise
-            odd = str(error)
-        if odd is not None:
-            say(odd)
+            say(str(error))
+            return None
 
 
 def _on_a_cpu(error: KernelAssertionError, *, packed: bool) -> KernelAssertionError:

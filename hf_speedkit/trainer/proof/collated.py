@@ -1,4 +1,4 @@
-"""What a collator makes of the targets of rows: masks that it writes over, documents it joins, ends it leaves out."""
+"""What a collator makes of rows: masks of targets that it writes over, documents that it joins, ends it leaves out."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,15 +21,47 @@ _PADS_LABELS = "DataCollatorForSeq2Seq(tokenizer, padding=True), which pads labe
 _LEAVE_OUT = "in a SpeedSFTTrainer leave data_collator out"
 
 
-def odd_targets(loader: Any, ends: set[int]) -> str | None:
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A batch as training will get it.
+
+    Args:
+        collator: that made it; the Trainer may have wrapped it.
+        rows: what it was made of; none where they cannot be indexed, or hold no tokens.
+        batch: None where none could be made.
+    """
+
+    collator: Any
+    rows: list[Any]
+    batch: Any
+
+
+def looked_at(loader: Any) -> Look:
+    """Collate the first four rows of a loader's dataset; random numbers are drawn again in training.
+
+    Args:
+        loader: of training; None: nothing is looked at, nor is what masks tokens at random.
+
+    Raises:
+        ConfigurationError: labels of unequal length are not padded, so that no batch can be made.
+    """
+    collate = getattr(loader, "collate_fn", None)
+    collator = getattr(collate, "data_collator", collate)
+    if collate is None or getattr(collator, "mlm", False):
+        return Look(collator, [], None)
+    with _no_numbers_drawn():
+        rows = _first_rows(loader.dataset)
+        return Look(collator, rows, _batch_of(collate, collator, rows) if rows else None)
+
+
+def odd_targets(look: Look, ends: set[int]) -> str | None:
     """Refuse a collator that trains on what its rows leave out; say where ends are no targets, or padding is.
 
     transformers' DataCollatorForLanguageModeling makes labels anew, of every token but the padding's: masks are lost,
     and where pad_token is eos_token so are all ends (huggingface/transformers#26357, huggingface/trl#1623).
 
     Args:
-        loader: of training. Its collator is called once, with its dataset's first four rows; a dataset that cannot be
-            indexed, or whose rows hold no tokens, is not looked at. None: nothing is.
+        look: see `looked_at`.
         ends: tokens at which generation stops.
 
     Returns:
@@ -36,17 +69,10 @@ def odd_targets(loader: Any, ends: set[int]) -> str | None:
 
     Raises:
         ConfigurationError: labels of -100 are targets in the batch; the end of one document is trained on the beginning
-            of the next, in rows that say where documents end; labels are not padded, so that no batch can be made.
+            of the next, in rows that say where documents begin.
     """
-    collate = getattr(loader, "collate_fn", None)
-    collator = getattr(collate, "data_collator", collate)
-    if collate is None or getattr(collator, "mlm", False):
-        return None
-    with _no_numbers_drawn():
-        rows = _first_rows(loader.dataset)
-        batch = _batch_of(collate, collator, rows) if rows else None
-    pairs, joined = _pairs(rows, batch)
-    kind = type(collator).__name__
+    rows, batch, kind = look.rows, look.batch, type(look.collator).__name__
+    pairs = _pairs(rows, batch)
     masked = [now for row, given in pairs for label, now in zip(row[1:], given[1:], strict=True) if label < 0]
     trained = sum(label != IGNORE_INDEX for label in masked)
     if trained:
@@ -57,11 +83,11 @@ def odd_targets(loader: Any, ends: set[int]) -> str | None:
             mend=f"{_PADS_LABELS}; {_LEAVE_OUT}",
             regardless='dataset.remove_columns("labels") (of prompts and completions: completion_only_loss=False)',
         )
+    joined, found = _joined(batch)
     if joined:
         raise ConfigurationError(
-            f"the data_collator, a {kind}, joins documents, and the last token of each is trained on the first of the "
-            "next",
-            evidence=(f"{joined} of {len(pairs) - 1} documents begin with a target",),
+            "documents share rows, and the last token of each is trained on the first of the next",
+            evidence=(f"{joined} of {found} documents behind another one begin with a target ({kind})",),
             mend="the label -100 for the first token of each document, as DataCollatorWithFlattening() has it",
         )
     padding = _trained_padding(batch) if pairs else 0
@@ -116,37 +142,68 @@ def _batch_of(collate: Callable[[list[Any]], Any], collator: Any, rows: list[Any
         return None
 
 
-def _pairs(rows: Sequence[Any], batch: Any) -> tuple[list[tuple[list[int], list[int]]], int]:
+def _pairs(rows: Sequence[Any], batch: Any) -> list[tuple[list[int], list[int]]]:
     """The labels of each row, before and after, where the batch holds its tokens as they are: a row of it each, or end
-    to end in one row; and how many documents begin with their own first token as a target in such a row."""
-    if not isinstance(batch, Mapping):
-        return [], 0
-    ids, labels = batch.get("input_ids"), batch.get("labels")
-    if not (isinstance(ids, torch.Tensor) and isinstance(labels, torch.Tensor)) or ids.shape != labels.shape:
-        return [], 0
-    if ids.ndim != 2 or len(ids) not in (1, len(rows)):
-        return [], 0
+    to end in one row."""
+    ids, labels = _tensor(batch, "input_ids"), _tensor(batch, "labels")
+    if ids is None or labels is None or ids.shape != labels.shape or len(ids) not in (1, len(rows)):
+        return []
     given = [(_ints(row["input_ids"]), _ints(row.get("labels"))) for row in rows]
     flat = len(ids) == 1 and len(rows) > 1
     lines = list(zip(ids.tolist(), labels.tolist(), strict=True))
-    pairs, joined, at = [], 0, 0
+    pairs, at = [], 0
     for index, (tokens, targets) in enumerate(given):
         if targets and len(targets) != len(tokens):  # of an encoder and a decoder
-            return [], 0
+            return []
         line, line_labels = lines[0 if flat else index]
         start = at if flat else _start(line, tokens)
         if start is None or line[start : start + len(tokens)] != tokens:
-            return [], 0
-        after = line_labels[start : start + len(tokens)]
-        pairs.append((targets or tokens, after))
-        joined += flat and index > 0 and after[0] == tokens[0]
+            return []
+        pairs.append((targets or tokens, line_labels[start : start + len(tokens)]))
         at += len(tokens)
-    return pairs, joined if {"position_ids", "cu_seq_lens_q"} & set(batch) else 0
+    return pairs
+
+
+def later_documents(batch: Any) -> torch.Tensor | None:
+    """Where a document begins behind another one, bool [B, T]; None where a batch says nothing of documents.
+
+    Args:
+        batch: as training will get it. Positions that begin again tell documents, or else the cu_seq_lens_q of one row;
+            padding is no document.
+    """
+    ids, positions, mask = (_tensor(batch, name) for name in ("input_ids", "position_ids", "attention_mask"))
+    if ids is None:
+        return None
+    begins = torch.zeros_like(ids, dtype=torch.bool)
+    offsets = batch.get("cu_seq_lens_q")
+    if positions is not None and positions.shape == ids.shape:
+        begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+    elif "position_ids" not in batch and isinstance(offsets, torch.Tensor) and len(ids) == 1:
+        begins[0, offsets[1:-1].long()] = True
+    else:
+        return None
+    if mask is not None and mask.shape == ids.shape:
+        begins[:, 1:] &= mask[:, 1:].bool() & mask[:, :-1].bool()
+    return begins
+
+
+def _joined(batch: Any) -> tuple[int, int]:
+    """Documents that begin with their own first token as a target, of all those behind another one."""
+    ids, labels, begins = _tensor(batch, "input_ids"), _tensor(batch, "labels"), later_documents(batch)
+    if ids is None or labels is None or begins is None or labels.shape != ids.shape:
+        return 0, 0
+    return int((begins & (labels == ids)).sum()), int(begins.sum())
+
+
+def _tensor(batch: Any, name: str) -> torch.Tensor | None:
+    """A tensor [B, T] of a batch; None where there is none of that shape."""
+    value = batch.get(name) if isinstance(batch, Mapping) else None
+    return value if isinstance(value, torch.Tensor) and value.ndim == 2 else None
 
 
 def _trained_padding(batch: Any) -> int:
-    mask, labels = (batch.get(key) if isinstance(batch, Mapping) else None for key in ("attention_mask", "labels"))
-    if not (isinstance(mask, torch.Tensor) and isinstance(labels, torch.Tensor)) or mask.shape != labels.shape:
+    mask, labels = _tensor(batch, "attention_mask"), _tensor(batch, "labels")
+    if mask is None or labels is None or mask.shape != labels.shape:
         return 0
     return int(((mask == 0) & (labels != IGNORE_INDEX)).sum())
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
@@ -16,11 +18,13 @@ from hf_speedkit.core.records import KernelCheck, KernelVerdict
 from hf_speedkit.kernels.config_checks import layers_of_family
 from hf_speedkit.kernels.requirements import FAMILIES, family_of, training_requirements
 from hf_speedkit.packing.collator import PackedCollator
+from hf_speedkit.trainer.proof.collated import later_documents
 
 _SETTINGS = {"seq_idx": "return_seq_idx", "cu_seqlens": "return_flash_attn_kwargs"}
 """Boundary argument of a function -> the collator's switch for the key that transformers makes it from."""
 
 
+_TRANSFORMERS_OWN = ("sdpa", "eager", "flash_attention", "flex_attention")
 _FLATTENING = (DataCollatorWithFlattening, PackedCollator)
 _PADDING = (DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollatorWithPadding)
 
@@ -35,6 +39,59 @@ def flattening_collator(dataloader: Any) -> Any:
     """The collator of a loader, where it lays documents end to end, else None."""
     collator = collator_of(dataloader)
     return collator if isinstance(collator, _FLATTENING) else None
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRows:
+    """What a collator of one's own, or rows that were packed before, hand to the layers; as `_SETTINGS` asks."""
+
+    return_seq_idx: bool
+    return_flash_attn_kwargs: bool
+
+
+def rows_by_content(batch: Any) -> OwnRows | None:
+    """What a batch of one row says of its documents, where it holds several and no class we know has made it."""
+    begins = later_documents(batch)
+    if begins is None or len(begins) != 1 or not bool(begins.any()):
+        return None
+    return OwnRows(return_seq_idx="seq_idx" in batch, return_flash_attn_kwargs="cu_seq_lens_q" in batch)
+
+
+def attention_of(config: Any) -> str | None:
+    """The name of the attention that a model's text layers run on; None without a config of transformers'."""
+    return getattr(config.get_text_config(), "_attn_implementation", None) if config is not None else None
+
+
+def hidden_documents(batch: Any, attention: str | None) -> PackingError | None:
+    """The refusal of rows of several documents where attention does not look for them.
+
+    transformers 5.23 looks at positions, and only without an attention_mask, be it all ones (masking_utils.py;
+    huggingface/transformers#46634); flash attention looks only in a batch of one row.
+
+    Args:
+        batch: as training will get it.
+        attention: the implementation's name; other than transformers' may do as they like.
+    """
+    begins = later_documents(batch)
+    if begins is None or not bool(begins.any()) or not str(attention).startswith(_TRANSFORMERS_OWN):
+        return None
+    mask, flash = batch.get("attention_mask"), str(attention).startswith("flash")
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2:  # of four axes: it may hold the documents itself
+        mend = "leave attention_mask out of the batch (a column of that name, or what the collator adds)"
+    elif "position_ids" not in batch and not flash:
+        mend = "position_ids that begin again with each document, which is all that this attention reads"
+    elif len(begins) > 1 and flash and "cu_seq_lens_q" not in batch:
+        mend = "one row a batch: per_device_train_batch_size=1, or a collator that puts all rows end to end"
+    else:
+        return None
+    return PackingError(
+        "documents share rows, and attention lets each see those before it",
+        evidence=(
+            f"{int(begins.sum())} documents behind others in a batch {list(begins.shape)}, with {attention}: they are "
+            "told by position_ids, without an attention_mask, and by flash attention in one row only",
+        ),
+        mend=mend,
+    )
 
 
 def padded_all_the_same(dataloader: Any) -> PackingError | None:
@@ -79,6 +136,9 @@ def flattening_checks(config: Any, collator: Any) -> tuple[KernelCheck, ...]:
     missing = [switch for argument, switch in _SETTINGS.items() if argument in needed and argument not in given]
     if not missing:
         return ()
+    own = isinstance(collator, OwnRows)
+    lacking = sorted(needed - given) if own else missing
+    made = "rows of several documents" if own else "DataCollatorWithFlattening"
     wanted = ", ".join(f"{switch}=True" for switch in _SETTINGS.values())
     return (
         KernelCheck(
@@ -87,8 +147,9 @@ def flattening_checks(config: Any, collator: Any) -> tuple[KernelCheck, ...]:
             layer=FAMILIES[family].layer,
             layers=layers,
             layers_total=layers,
-            evidence=f"DataCollatorWithFlattening without {' and '.join(missing)}",
+            evidence=f"{made} without {' and '.join(lacking)}",
             reason="position ids alone keep documents apart in attention, and these layers do not read them",
-            fix=f"DataCollatorWithFlattening({wanted})",
+            fix=f"DataCollatorWithFlattening({wanted})"
+            + (", or seq_idx and cu_seq_lens_q from your own" if own else ""),
         ),
     )

@@ -25,8 +25,9 @@ from hf_speedkit.trainer.data.resume import compare_documents, data_of_rank, pad
 from hf_speedkit.trainer.kernel_callback import activation_dtype, packed_slots
 from hf_speedkit.trainer.metrics.saved_totals import load_totals
 from hf_speedkit.trainer.number_rules import warn_of_long_warmup
-from hf_speedkit.trainer.proof.collated import odd_targets
+from hf_speedkit.trainer.proof.collated import looked_at, odd_targets
 from hf_speedkit.trainer.proof.first_step import FirstStep
+from hf_speedkit.trainer.proof.flattening import attention_of, hidden_documents
 from hf_speedkit.trainer.proof.head_proof import probe_tokens, prove_loss_head
 from hf_speedkit.trainer.proof.module_mode import in_mode
 from hf_speedkit.trainer.ranks.agreement import agree, gather_agreed, runs_alone, say_once
@@ -95,8 +96,7 @@ class StartupProof(FirstStep):
         if noise:
             trainer.neftune_hook_handle.remove()  # transformers', by the length of the row
         if not trainer.packing_active:
-            ends = end_tokens(trainer._tokenizer, trainer.model)
-            said = agree(lambda: odd_targets(given.get("train_dataloader"), ends))
+            said = agree(lambda: self._odd_batch(given.get("train_dataloader")))
             say_once(logger.warning, [said] if said else [])
         self.prove()
         if noise:  # behind the proof, which compares outputs
@@ -186,6 +186,14 @@ class StartupProof(FirstStep):
                 batch = {"input_ids": probe_tokens(trainer.model, trainer.args.device)}
             prove = partial(prove_loss_head, dtype=activation_dtype(trainer.args), own=trainer.own_head)
             agree(lambda: prove(trainer.model_wrapped, trainer.model, batch))
+
+    def _odd_batch(self, loader: Any) -> str | None:
+        trainer = self._trainer
+        look = looked_at(loader)
+        hidden = hidden_documents(look.batch, attention_of(trainer.model.config))
+        if hidden is not None:
+            raise hidden
+        return odd_targets(look, end_tokens(trainer._tokenizer, trainer.model))
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Tell the sampler its epoch.

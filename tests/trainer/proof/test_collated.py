@@ -8,7 +8,7 @@ import numpy as np
 import plain_trainer
 import pytest
 import torch
-from support import tiny_llama, tiny_tokenizer, tokenized
+from support import tiny_hybrid, tiny_llama, tiny_tokenizer, tokenized
 from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
@@ -17,8 +17,9 @@ from transformers import (
 )
 
 from hf_speedkit import KernelAssertionCallback, PackedCollator, SpeedSFTConfig, SpeedSFTTrainer, attach
-from hf_speedkit.core.errors import ConfigurationError
-from hf_speedkit.trainer.proof.collated import odd_targets
+from hf_speedkit.core.errors import ConfigurationError, KernelAssertionError, PackingError
+from hf_speedkit.trainer.proof.collated import looked_at, odd_targets
+from hf_speedkit.trainer.proof.flattening import hidden_documents
 
 EOS = 1
 MASKED = [{"input_ids": [2, 3, 4, EOS], "labels": [-100, -100, 4, EOS]} for _ in range(2)]
@@ -52,7 +53,7 @@ def end_to_end(rows, *, starts=-100, positions=True):
         (UNEVEN, DataCollatorWithFlattening(), None),
         (TEXTS, DataCollatorWithFlattening(separator_id=EOS), None),  # an end that was asked for
         (UNEVEN, PackedCollator(0, 16), None),
-        (TEXTS, lambda rows: end_to_end(rows, starts=None), "1 of 1 documents begin with a target"),
+        (TEXTS, lambda rows: end_to_end(rows, starts=None), "1 of 1 documents behind another one begin with a target"),
         (TEXTS, lambda rows: end_to_end(rows, starts=None, positions=False), None),  # one text that was cut
         (MASKED, lambda rows: None, None),
         ([{"input_ids": [2, EOS], "labels": [3]}], DataCollatorForSeq2Seq(tiny_tokenizer()), None),
@@ -63,22 +64,63 @@ def end_to_end(rows, *, starts=-100, positions=True):
 )  # fmt: skip
 def test_a_collator_that_trains_on_what_rows_leave_out_is_refused(rows, collator, refused):
     with nullcontext() if refused is None else pytest.raises(ConfigurationError, match=refused):
-        assert odd_targets(SimpleNamespace(dataset=rows, collate_fn=collator), {EOS}) is None
+        assert odd_targets(looked_at(SimpleNamespace(dataset=rows, collate_fn=collator)), {EOS}) is None
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(("tokenizer", "said"), [(padded_with_the_end, True), (lambda side: tiny_tokenizer(), False)])
 def test_ends_that_a_collator_takes_for_padding_are_said(tokenizer, said, side):
     collator = DataCollatorForLanguageModeling(tokenizer(side), mlm=False)
-    odd = odd_targets(SimpleNamespace(dataset=TEXTS, collate_fn=collator), {EOS})
+    odd = odd_targets(looked_at(SimpleNamespace(dataset=TEXTS, collate_fn=collator)), {EOS})
     assert ("does not learn to stop" in (odd or "")) is said
 
 
 @pytest.mark.parametrize("label", [0, -100])
 def test_padding_that_rows_bring_as_targets_is_said(label):
     row = {"input_ids": [2, EOS, 0, 0], "labels": [2, EOS, label, label], "attention_mask": [1, 1, 0, 0]}
-    odd = odd_targets(SimpleNamespace(dataset=[row], collate_fn=default_data_collator), {EOS})
+    odd = odd_targets(looked_at(SimpleNamespace(dataset=[row], collate_fn=default_data_collator)), {EOS})
     assert ("2 of the targets in a batch of 1 rows are padding" in (odd or "")) is (label == 0)
+
+
+ONES = torch.ones(1, 7, dtype=torch.long)
+OFFSETS = torch.tensor([0, 4, 7], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("attention", "batch", "mend"),
+    [
+        ("sdpa", {}, None),
+        ("sdpa", {"attention_mask": ONES}, "leave attention_mask out"),
+        ("flash_attention_2", {"attention_mask": ONES, "cu_seq_lens_q": OFFSETS}, "leave attention_mask out"),
+        ("sdpa", {"attention_mask": torch.ones(1, 1, 7, 7)}, None),
+        ("sdpa", {"position_ids": None, "cu_seq_lens_q": OFFSETS}, "position_ids that begin again"),
+        ("flash_attention_2", {"position_ids": None, "cu_seq_lens_q": OFFSETS}, None),
+        ("a_users_own", {"attention_mask": ONES}, None),
+    ],
+)
+def test_documents_that_attention_does_not_look_for_are_refused(attention, batch, mend):
+    given = {key: value for key, value in {**end_to_end(TEXTS), **batch}.items() if value is not None}
+    refused = hidden_documents(given, attention)
+    assert (refused is None) is (mend is None)
+    assert mend is None or mend in refused.mend
+    two = {key: torch.cat([value, value]) for key, value in end_to_end(TEXTS).items()}
+    assert (hidden_documents(two, attention) is None) is not attention.startswith("flash")
+    padded = {"input_ids": torch.tensor([[0, 0, 2, 3]]), "position_ids": torch.tensor([[1, 1, 0, 1]])}
+    assert hidden_documents({**padded, "attention_mask": torch.tensor([[0, 0, 1, 1]])}, attention) is None
+
+
+def test_v47_rows_of_a_users_own_collator_need_the_boundaries_that_recurrent_layers_read(tmp_path):
+    rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in TEXTS]
+    trainer = plain_trainer.make_trainer(tmp_path, model=tiny_hybrid(), collator=end_to_end, data=rows, max_steps=1)
+    attach(trainer, KernelAssertionCallback(probe=False))
+    with pytest.raises(KernelAssertionError, match="rows of several documents without cu_seqlens and seq_idx"):
+        trainer.train()
+    masked = plain_trainer.make_trainer(
+        tmp_path / "b", collator=lambda rows: {**end_to_end(rows), "attention_mask": ONES}, data=TEXTS, max_steps=1
+    )
+    attach(masked, KernelAssertionCallback())
+    with pytest.raises(PackingError, match="attention lets each see those before it"):
+        masked.train()
 
 
 def test_what_is_drawn_for_the_look_is_drawn_again_in_training():
@@ -89,8 +131,8 @@ def test_what_is_drawn_for_the_look_is_drawn_again_in_training():
         return {}
 
     loader = SimpleNamespace(dataset=TEXTS, collate_fn=collator)
-    odd_targets(loader, set())
-    odd_targets(loader, set())
+    looked_at(loader)
+    looked_at(loader)
     assert drawn[0] == drawn[1]
 
 
