@@ -2,5 +2,6 @@
 
 - what a model's units are: units
 - sent and looked at before step 1: buffers, prepared, preflight
-- corrected for the time of training: communication, ahead, gradient_memory, zero_copy, zero_copy_proof
+- corrected for the time of training: communication, ahead, gradient_memory, put_back, zero_copy,
+  zero_copy_proof
 """
