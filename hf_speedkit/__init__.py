@@ -5,6 +5,7 @@ Names below are resolved on first use (PEP 562), so `import hf_speedkit` imports
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,18 @@ _HOMES = {
     "diagnose": "hf_speedkit.core.diagnosis",
     "plan_packing": "hf_speedkit.packing.planner",
     "summarize_trace": "hf_speedkit.measure.trace",
+}
+
+# What is refused if it is older than pyproject.toml asks for, before a home is imported; empty: all that a job needs.
+_NEEDS = {
+    "hf_speedkit.kernels.inspection": ("torch", "transformers"),
+    "hf_speedkit.measure.trace": ("numpy", "msgspec"),
+    "hf_speedkit.packing.collator": ("torch", "numpy"),
+    "hf_speedkit.packing.isolation": ("torch",),
+    "hf_speedkit.packing.sampler": ("torch", "transformers"),
+    "hf_speedkit.trainer.callbacks": ("torch", "transformers", "accelerate", "numpy"),
+    "hf_speedkit.trainer.config": (),
+    "hf_speedkit.trainer.sft": (),
 }
 
 __all__ = [
@@ -71,6 +84,10 @@ def __getattr__(name: str) -> object:
         home = _HOMES[name]
     except KeyError:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    if home in _NEEDS and home not in sys.modules:
+        from hf_speedkit.trainer.installed_versions import require_versions
+
+        require_versions(*_NEEDS[home])
     try:
         value = getattr(import_module(home), name)
     except Exception as error:

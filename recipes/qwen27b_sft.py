@@ -20,12 +20,12 @@ from hf_speedkit.trainer.adapters import adapter_config, require_adapters
 from hf_speedkit.trainer.broken_installs import refusals_told
 from hf_speedkit.trainer.hardware import require_hardware
 from hf_speedkit.trainer.hub_access import require_hub_for
+from hf_speedkit.trainer.installed_versions import require_versions
 from hf_speedkit.trainer.job_settings import options, require_named, take_settings, unusable, without_option
 from hf_speedkit.trainer.launching import announce_ranks, announce_sharding
 from hf_speedkit.trainer.machine import prepare_process, tell_slow_imports, use_all_cores
 from hf_speedkit.trainer.trackers import require_trackers
 
-HERE = Path(__file__).resolve().parent
 TINY = "accelerate launch recipes/qwen27b_sft.py --config recipes/tiny_sft.yaml"
 
 
@@ -33,6 +33,7 @@ def main(argv: list[str]) -> None:
     """Data, model, trainer, in that order: a wrong split is told before 54 GB are read."""
     config = config_file(argv)
     # Before any heavy import and any download: a machine that cannot run the job says so in seconds.
+    require_versions()
     job = take_settings(config, argv)
     if not {"--help", "-h"} & set(argv):
         require_named(job)
@@ -116,7 +117,7 @@ class RecipeArguments:
 def config_file(argv: list[str]) -> Path:
     """The YAML file: what `--config` names, else the one beside this script."""
     given = [part for name, part in options(argv) if name == "config"]
-    return Path(given[-1]) if given else HERE / "qwen27b_sft.yaml"
+    return Path(given[-1]) if given else Path(__file__).resolve().with_name("qwen27b_sft.yaml")
 
 
 def parse(config: Path, argv: list[str]) -> tuple[RecipeArguments, Any, Any]:

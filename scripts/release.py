@@ -121,7 +121,7 @@ def wheel_problems(path, root=ROOT):
         digest = base64.urlsafe_b64encode(hashlib.sha256(files[name]).digest()).rstrip(b"=").decode()
         if recorded and recorded != f"sha256={digest}":
             found.append(f"{path.name}: {name} is not what RECORD says")
-    if "hf-speedkit = hf_speedkit.cli.main:main" not in files[f"{info}/entry_points.txt"].decode():
+    if "hf-speedkit = hf_speedkit.__main__:main" not in files[f"{info}/entry_points.txt"].decode():
         found.append(f"{path.name} installs no hf-speedkit command")
     return found + metadata_problems(files[f"{info}/METADATA"].decode(), root)
 

@@ -64,8 +64,10 @@ def bench(
     """
     from hf_speedkit.cli.report_bench import read
     from hf_speedkit.measure.interleaved import holds_result, run_jobs
+    from hf_speedkit.trainer.installed_versions import require_versions
     from hf_speedkit.trainer.machine import prepare_process
 
+    require_versions()
     prepare_process()  # for the children: there torch is imported before the job can say so itself
 
     job = _script(script, configs)

@@ -119,10 +119,15 @@ def doctor(
 
 
 def _broken_import() -> InstallationError | None:
-    """Why a package that every job needs does not import; None where all do."""
+    """Why a package that every job needs does not import, or is too old; None where all will do."""
     from hf_speedkit.core.errors import InstallationError
     from hf_speedkit.trainer.broken_installs import broken_install
+    from hf_speedkit.trainer.installed_versions import require_versions
 
+    try:
+        require_versions()
+    except InstallationError as stop:
+        return stop
     for package in ("torch", "transformers", "pyarrow", "datasets", "accelerate", "trl"):
         try:
             importlib.import_module(package)

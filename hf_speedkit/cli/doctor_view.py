@@ -44,12 +44,12 @@ def text_lines(diagnosis: Diagnosis) -> list[str]:
 
 
 def broken_text(broken: InstallationError, *, as_json: bool) -> str:
-    """What there is to say where a package that everything needs does not import."""
+    """What there is to say where a package that everything needs does not import, or is too old."""
     remark = "\n".join((f"Nothing can train here: {broken.what}", *(f"  {line}" for line in broken.evidence)))
     command = _runnable(broken.mend or "")
     if as_json:
         return json.dumps({"good": False, "remarks": [remark], "commands": [command]}, sort_keys=True)
-    return f"{remark}\n\nRun:\n  {command}\n\nsomething would be slow or wrong: a package is broken"
+    return f"{remark}\n\nRun:\n  {command}\n\nsomething would be slow or wrong: what is installed cannot train"
 
 
 def _last_line(diagnosis: Diagnosis) -> str:

@@ -26,6 +26,9 @@ def export(
         raise typer.BadParameter(f"{str(checkpoint)!r} is no folder", param_hint="CHECKPOINT")
     if dtype not in ("stored", "bfloat16", "float16", "float32"):
         raise typer.BadParameter("one of: stored, bfloat16, float16, float32", param_hint="--dtype")
+    from hf_speedkit.trainer.installed_versions import require_versions
+
+    require_versions("torch", "transformers")
     from hf_speedkit.core.errors import SpeedkitError
     from hf_speedkit.trainer.checkpoints.export import export_checkpoint
 

@@ -43,7 +43,7 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 
 def main() -> None:
-    """Run the command line; a place that cannot be written to and a broken package are told without a traceback."""
+    """Run the command line; a place that cannot be written to and an unfit package end without a traceback."""
     try:
         app()
     except Exception as error:
@@ -57,9 +57,15 @@ def main() -> None:
 def _in_words(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.errno in _UNWRITABLE and error.filename is not None:
         return f"{error.filename}: {error.strerror}\nMend it:  name a place that can be written to"
+    from hf_speedkit.core.errors import InstallationError
     from hf_speedkit.trainer.broken_installs import broken_install
+    from hf_speedkit.trainer.installed_versions import require_versions
 
-    broken = broken_install(error)
+    try:
+        require_versions("typer", "rich")
+    except InstallationError as stop:
+        error = stop
+    broken = error if isinstance(error, InstallationError) else broken_install(error)
     return None if broken is None else str(broken)
 
 

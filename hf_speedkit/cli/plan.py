@@ -52,6 +52,9 @@ def plan(
 
     MODEL alone gives the memory. Exit 0: good. 1: the data cannot be packed as asked, or no setting fits. 2: wrong use.
     """
+    from hf_speedkit.trainer.installed_versions import require_versions
+
+    require_versions("torch", "transformers", "datasets", "numpy", "pyarrow")
     from hf_speedkit.cli import plan_data, plan_memory
     from hf_speedkit.core.errors import SpeedkitError
 

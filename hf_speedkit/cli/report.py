@@ -191,7 +191,7 @@ def _read(log: Path, name: str) -> RunReport:
 
 
 def _summary(path: Path) -> TraceSummary:
-    from hf_speedkit.measure.trace import summarize_trace
+    from hf_speedkit import summarize_trace
 
     return summarize_trace(path)
 

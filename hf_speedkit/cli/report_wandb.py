@@ -98,15 +98,21 @@ def _panel(reports: Any, title: str, keys: tuple[str, ...], percentage: bool) ->
 
 
 def _packages() -> tuple[Any, Any]:
+    from hf_speedkit.trainer.installed_versions import too_old
+
     try:
         import wandb_workspaces.reports.v2 as reports
         import wandb_workspaces.workspaces as workspaces
-    except ImportError as error:
+    except ImportError:
+        lacks: str | None = "is not installed"
+    else:
+        lacks = too_old("wandb-workspaces")
+    if lacks is not None:
         raise ConfigurationError(
-            "--wandb saves a view with the package wandb-workspaces, which is not installed",
+            f"--wandb saves a view with the package wandb-workspaces, which {lacks}",
             mend='pip install "hf-speedkit[workspaces]"',
             regardless="leave --wandb out: the page needs no network",
-        ) from error
+        )
     return workspaces, reports
 
 

@@ -69,7 +69,7 @@ def _require_file(path: Path) -> None:
 def _read(path: Path, max_gib: float) -> TraceSummary:
     from rich.console import Console
 
-    from hf_speedkit.measure.trace import summarize_trace
+    from hf_speedkit import summarize_trace
 
     with Console(stderr=True).status(f"reading {path.name}") if path.stat().st_size > 1 << 24 else _Quiet():
         return summarize_trace(path, limit_bytes=round(max_gib * 2**30))

@@ -1,7 +1,7 @@
 """Facts and arithmetic: frozen records and pure functions. Standard library only, no torch, no clock, no I/O.
 
 - the vocabulary: records, errors, printable
-- facts: devices, families, tested_versions
+- facts: devices, families, tested_versions, needed_versions
 - FLOPs: flops, layer_flops
 - memory: memory, memory_sizes, memory_plan, memory_choice, memory_words
 - documents and checkpoints: document_records, checkpoint_records

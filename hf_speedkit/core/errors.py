@@ -61,7 +61,7 @@ class HardwareError(SpeedkitError, RuntimeError):
 
 
 class InstallationError(SpeedkitError, ImportError):
-    """A package that is installed and cannot be imported."""
+    """A package that is absent, too old, or installed and cannot be imported."""
 
 
 class KernelAssertionError(SpeedkitError, RuntimeError):

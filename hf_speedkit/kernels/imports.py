@@ -183,8 +183,11 @@ def _distribution(package: str) -> metadata.Distribution | None:
 def is_of_the_package(file: str, package: str) -> bool:
     """Whether a file lies where the package's distribution was installed, or is built in place (an editable one)."""
     found = _distribution(package)
-    if found is None:
-        return False
+    return found is not None and is_of_the_distribution(file, found)
+
+
+def is_of_the_distribution(file: str, found: metadata.Distribution) -> bool:
+    """Whether a file lies where a distribution was installed, or the distribution is built in place."""
     editable = '"editable": true' in (found.read_text("direct_url.json") or "")
     return editable or Path(file).resolve().is_relative_to(Path(str(found.locate_file(""))).resolve())
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.kernels.imports import is_installed
 from hf_speedkit.trainer.hardware import is_on
+from hf_speedkit.trainer.installed_versions import too_old, wanted
 
 if TYPE_CHECKING:
     from trl import ModelConfig
@@ -24,8 +25,8 @@ def require_adapters(settings: Mapping[str, object]) -> None:
             `load_in_8bit`, `random_weights`, and whether `lora_...` settings stand alone.
 
     Raises:
-        ConfigurationError: peft or bitsandbytes is missing, quantized weights would be trained or drawn, or settings of
-            adapters are there that nobody asks for.
+        ConfigurationError: peft or bitsandbytes is missing or too old, quantized weights would be trained or drawn, or
+            settings of adapters are there that nobody asks for.
     """
     quantized = [name for name in _QUANTIZED if is_on(settings.get(name))]
     adapted = is_on(settings.get("use_peft"))
@@ -46,14 +47,32 @@ def require_adapters(settings: Mapping[str, object]) -> None:
             mend="set use_peft: true",
             regardless="use_peft: false says that it is meant so",
         )
-    if adapted and not is_installed("peft"):
-        raise ConfigurationError("use_peft is on, and the package 'peft' is not installed", mend="pip install peft")
-    if quantized and not is_installed("bitsandbytes"):
+    if adapted:
+        require_peft("use_peft is on")
+    if quantized:
+        without = f"{quantized[0]}: false trains the same adapters beside weights that are not quantized, if they fit"
+        _require("bitsandbytes", f"{quantized[0]} is on", without)
+
+
+def require_peft(asked: str) -> None:
+    """Refuse adapters without peft, or with one that is too old.
+
+    Args:
+        asked: what asks for them, the beginning of a sentence.
+
+    Raises:
+        ConfigurationError: with the pip command.
+    """
+    _require("peft", asked)
+
+
+def _require(package: str, asked: str, regardless: str | None = None) -> None:
+    lacks = too_old(package) if is_installed(package) else "is not installed"
+    if lacks is not None:
         raise ConfigurationError(
-            f"{quantized[0]} is on, and the package 'bitsandbytes' is not installed",
-            mend="pip install bitsandbytes",
-            regardless=f"{quantized[0]}: false trains the same adapters beside weights that are not quantized, if "
-            "they fit",
+            f"{asked}, and the package {package!r} {lacks}",
+            mend=f"pip install {wanted(package)}",
+            regardless=regardless,
         )
 
 

@@ -11,7 +11,7 @@ from hf_speedkit.core.families import refuse_leaking_family
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
 from hf_speedkit.kernels.imports import is_installed
 from hf_speedkit.kernels.requirements import stands_alone
-from hf_speedkit.trainer.adapters import require_targets
+from hf_speedkit.trainer.adapters import require_peft, require_targets
 from hf_speedkit.trainer.hardware import word_of
 from hf_speedkit.trainer.hub_access import HubName, require_hub, require_login
 from hf_speedkit.trainer.launching import refuse_split_recurrence, sharded_states
@@ -38,14 +38,16 @@ def kernel_mode(args: SpeedSFTConfig) -> str:
     return "report" if args.device.type == "cpu" else "strict"
 
 
-def require_parts(args: SpeedSFTConfig, eval_dataset: object = None, callbacks: object = None) -> None:
+def require_parts(
+    args: SpeedSFTConfig, eval_dataset: object = None, callbacks: object = None, *, adapted: bool = False
+) -> None:
     """Refuse a job whose settings name what is not there: a package, a folder to write to, an evaluation set.
 
     Callbacks that are no list are refused as well; transformers adds lists and says no more than that.
 
     Raises:
-        ConfigurationError: see `require_packages`, `require_tracker_names`, `refuse_lone_readers` and
-            `require_output_dir`; an evaluation without rows.
+        ConfigurationError: see `require_packages`, `require_peft` (with `adapted`), `require_tracker_names`,
+            `refuse_lone_readers` and `require_output_dir`; an evaluation without rows.
     """
     if callbacks is not None and not isinstance(callbacks, list):
         one = hasattr(callbacks, "on_train_begin")
@@ -54,6 +56,8 @@ def require_parts(args: SpeedSFTConfig, eval_dataset: object = None, callbacks: 
             mend=f"callbacks=[{type(callbacks).__name__}(...)]" if one else "callbacks=[...]",
         )
     require_packages(args)
+    if adapted:
+        require_peft("adapters are trained")
     require_tracker_names(args.report_to)
     if states := sharded_states(args):
         refuse_lone_readers(args.report_to, states)

@@ -9,25 +9,21 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
-from importlib.util import find_spec
 from types import FrameType, ModuleType
 
 from hf_speedkit.core.errors import InstallationError, SpeedkitError
 from hf_speedkit.kernels.imports import is_installed, is_of_the_package
 from hf_speedkit.trainer.hardware import exit_with
-from hf_speedkit.trainer.installed_versions import untested_versions
+from hf_speedkit.trainer.installed_versions import distribution_of, imported_file, untested_versions, wanted
 
 _SHOWN_CHARACTERS = 400
 _INTERRUPTED = 130  # as shells have it: 128 and the signal's number
 _OWN = "hf_speedkit"
 _FOLDERS = f"{os.sep}__init__.py"
-# Of our own requirements those whose package is called otherwise.
-_DISTRIBUTIONS = {"pynvml": "nvidia-ml-py", "yaml": "pyyaml"}
 
 
 def broken_install(error: BaseException) -> InstallationError | None:
@@ -125,13 +121,16 @@ def _explained(
     wanted = " ".join(_wanted(name, homes) for name in packages)
     if missing and importing == culprit:
         return InstallationError(f"the package {culprit} is not installed", mend=f"{pip} {wanted}")
-    files = {name: _file(name) for name in packages}
+    files = {name: imported_file(name) for name in packages}
     shadows = [file for name, file in files.items() if file is not None and not is_of_the_package(file, name)]
     rename = f"rename {shadows[0].removesuffix(_FOLDERS)}, which is imported in a package's place" if shadows else None
     # pip completes what a package needs where it is asked for one that is there. Torch's libraries are packages too.
     how = "" if missing else "--force-reinstall " if "torch" in packages else "--force-reinstall --no-deps "
     said = f"{type(error).__name__}: {' '.join(str(error).split())[:_SHOWN_CHARACTERS]}"
     lines = [f"{name} {_version(name, homes)}: {file}" for name, file in files.items()]
+    # transformers looks at a few of its own packages as it is imported, and says what it asks for.
+    asked = re.match(r"([\w.-]+[<>=!~]\S*) is required", str(error))
+    how, wanted = ("", f'"{asked[1]}"') if asked else (how, wanted)
     return InstallationError(
         f"{importing} {_version(importing, homes)} is installed and cannot be imported: {said}",
         evidence=tuple(filter(None, (*lines, untested_versions()))),
@@ -143,28 +142,5 @@ def _version(package: str, homes: Mapping[str, Sequence[str]]) -> str:
     return metadata.version(homes[package][0]) if package in homes else "(of no known version)"
 
 
-def _file(package: str) -> str | None:
-    """The file that is imported in a package's name."""
-    try:
-        spec = find_spec(package)
-    except ValueError:  # imported, by something that gave it no spec
-        return getattr(sys.modules[package], "__file__", None)
-    return None if spec is None else spec.origin
-
-
 def _wanted(package: str, homes: Mapping[str, Sequence[str]]) -> str:
-    """What pip is to be asked for: the versions that this package takes, where it says so."""
-    distribution = homes[package][0] if package in homes else _DISTRIBUTIONS.get(package, package)
-    try:
-        requirements = metadata.requires("hf-speedkit") or []
-    except metadata.PackageNotFoundError:  # run from its source
-        requirements = []
-    for line in requirements:
-        name = re.match(r"[\w.-]+", line)
-        if name is not None and _same(name[0], distribution) and ";" not in line:
-            return f'"{line}"'
-    return distribution
-
-
-def _same(one: str, other: str) -> bool:
-    return re.sub(r"[-_.]+", "-", one).lower() == re.sub(r"[-_.]+", "-", other).lower()
+    return wanted(homes[package][0] if package in homes else distribution_of(package))

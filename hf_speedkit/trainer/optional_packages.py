@@ -18,6 +18,7 @@ from hf_speedkit.core.records import KernelVerdict
 from hf_speedkit.kernels.flash_packages import FLASH_PACKAGES, judge_flash
 from hf_speedkit.kernels.imports import installed_version, is_installed
 from hf_speedkit.trainer.hardware import is_on, word_of
+from hf_speedkit.trainer.installed_versions import too_old, wanted
 from hf_speedkit.trainer.setting_names import nearest
 from hf_speedkit.trainer.trackers import require_tracker_packages
 
@@ -41,7 +42,7 @@ _OWN_ATTENTION = (
 
 
 def require_packages(args: Any) -> None:
-    """Refuse settings whose package is not installed.
+    """Refuse settings whose package is not installed, or too old.
 
     Args:
         args: TrainingArguments, made. Read here: `report_to`, `optim`, `use_liger_kernel`, `mixed_precision`.
@@ -51,10 +52,11 @@ def require_packages(args: Any) -> None:
     """
     require_tracker_packages(args.report_to)
     for setting, package, name, regardless in _needed(args):
-        if not is_installed(package):
+        lacks = too_old(name) if is_installed(package) else "is not installed"
+        if lacks is not None:
             raise ConfigurationError(
-                f"{setting}, and the package {package!r} is not installed",
-                mend=f"pip install {name}",
+                f"{setting}, and the package {package!r} {lacks}",
+                mend=f"pip install {wanted(name)}",
                 regardless=regardless,
             )
 

@@ -97,7 +97,7 @@ class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
     ) -> None:
         refuse_other_models(model, processing_class)
         args = settled_config(args, model)
-        require_parts(args, eval_dataset, callbacks)
+        require_parts(args, eval_dataset, callbacks, adapted=peft_config is not None or hasattr(model, "peft_config"))
         self._existing_run = None if args.allow_existing_output else existing_run(args.output_dir)
         self._reports: dict[str, DocumentReport] = {}
         self.train_sampler: PackedBatchSampler | None = None

@@ -9,6 +9,7 @@ from typing import Any
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.kernels.imports import is_installed
+from hf_speedkit.trainer.installed_versions import too_old, wanted
 from hf_speedkit.trainer.setting_names import nearest
 
 # transformers' names for its integrations, where a package is called otherwise; one of several is enough.
@@ -49,7 +50,7 @@ def require_trackers(settings: Mapping[str, object]) -> None:
 
 
 def require_tracker_packages(report_to: object) -> None:
-    """Refuse trackers that transformers does not know, or whose package is not installed.
+    """Refuse trackers that transformers does not know, or whose package is not installed or too old.
 
     Args:
         report_to: a name, a list of names or a comma-separated list.
@@ -65,10 +66,11 @@ def require_tracker_packages(report_to: object) -> None:
                 mend=f"report_to: {near}" if near else f"one of {', '.join(_TRACKERS)}, or none",
             )
         packages = _PACKAGES.get(name, (name,))
-        if not any(map(is_installed, packages)):
+        lacks = too_old(name) if any(map(is_installed, packages)) else "is not installed"
+        if lacks is not None:
             raise ConfigurationError(
-                f"report_to is {name!r}, and the package {packages[0]!r} is not installed",
-                mend='pip install ".[wandb]"' if name == "wandb" else f"pip install {packages[0]}",
+                f"report_to is {name!r}, and the package {packages[0]!r} {lacks}",
+                mend=f"pip install {wanted(packages[0])}",
                 regardless="--report_to none: the step log in output_dir is written all the same",
             )
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 def fake_distribution(folder, name, version):
     """Installed, as far as metadata can tell."""
-    info = folder / f"{name}-{version}.dist-info"
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
@@ -61,12 +61,12 @@ def test_attach_warns_once_and_goes_on(tmp_path, monkeypatch, caplog):
 
 
 def test_an_import_that_fails_on_such_a_version_names_the_range_and_ends_with_the_command(tmp_path):
-    fake_distribution(tmp_path, "trl", "0.9.0")
+    fake_distribution(tmp_path, "trl", "9.9.0")
     (tmp_path / "trl.py").write_text("")  # no SFTConfig in it
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import hf_speedkit; hf_speedkit.SpeedSFTConfig"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "cannot import name 'SFTConfig'" in done.stderr
-    assert "trl 0.9.0 (tested: 1.16)" in done.stderr
+    assert "trl 9.9.0 (tested: 1.16)" in done.stderr
     assert 'pip install --force-reinstall --no-deps "trl' in done.stderr.rstrip().splitlines()[-1]
 
 
