@@ -234,7 +234,7 @@ def _findings(loaded: Any, tokenizer: Any, template_arguments: Mapping[str, Any]
         refuse_missing_template(tokenizer, sample)
         return ()
     refuse_broken_template(sample, render, tokenizer.chat_template)
-    refuse_foreign_roles(sample, render)
+    refuse_foreign_roles(sample, render, rows=[next(iter(loaded), {})])
     try:
         refuse_reasoning_line(sample, render)
     except SpeedkitError as error:

@@ -30,7 +30,7 @@ _LONG_TRY_S = 3.0
 _TIMEOUT_S = 5.0
 # By name: which package the client is of (httpx, httpx2) is huggingface_hub's business, and so are its proxies.
 _NO_WAY = ("ConnectError", "ProxyError")
-_FILES = (".json", ".jsonl", ".parquet", ".csv", ".txt")
+_FILES = (".json", ".jsonl", ".parquet", ".csv", ".txt", ".gz", ".bz2", ".xz", ".zst")
 _CONFIGS = ("config.json", "tokenizer_config.json", "adapter_config.json")
 _WEIGHTS = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin")
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")

@@ -73,20 +73,30 @@ def load_tokenizer(model_args: ModelConfig) -> Any:
     """Load the tokenizer that belongs to a model: of the same hub id or folder, or beside the config.json named.
 
     Raises:
-        ConfigurationError: there is none; with what transformers says about it.
+        ConfigurationError: there is none, with what transformers says about it; or one without a vocabulary, which
+            transformers 5.23 makes of a config alone, and which turns every text into nothing.
     """
     from transformers import AutoTokenizer
 
     path = Path(str(model_args.model_name_or_path))
     source = str(path.parent) if path.is_file() else model_args.model_name_or_path
     try:
-        return AutoTokenizer.from_pretrained(source, revision=model_args.model_revision)
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=model_args.model_revision)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"no tokenizer can be loaded from {source!r}",
             evidence=tuple(line for line in str(error).splitlines() if line.strip()),
             mend=MODEL_SOURCE,
         ) from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise ConfigurationError(
+            f"the tokenizer in {source!r} has no vocabulary",
+            evidence=(f"{len(tokenizer)} tokens: its files (tokenizer.json ...) are not there",),
+            mend="copy tokenizer.json, tokenizer_config.json and special_tokens_map.json of the model beside its config"
+            if Path(str(source)).is_dir()
+            else MODEL_SOURCE,
+        )
+    return tokenizer
 
 
 def receives_weights(args: TrainingArguments, *, quantized: bool = False) -> bool:

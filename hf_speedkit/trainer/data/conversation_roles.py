@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hf_speedkit.core.errors import DatasetError
@@ -22,12 +22,18 @@ _FOREIGN_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "
 _NEAR = 0.8  # "usr" and "assistent" are; "model", "function" and "observation", which some templates know, are not
 
 
-def refuse_foreign_roles(conversations: Sequence[tuple[Messages, dict[str, Any]]], render: Render) -> None:
+def refuse_foreign_roles(
+    conversations: Sequence[tuple[Messages, dict[str, Any]]],
+    render: Render,
+    *,
+    rows: Iterable[Mapping[str, Any]] = (),
+) -> None:
     """Refuse roles that the template leaves out without a word, such as ShareGPT's "human" and "gpt".
 
     Args:
         conversations: see `conversations_of`.
         render: as for training.
+        rows: those they are of, for the line of code; without them ShareGPT's.
 
     Raises:
         DatasetError: the roles, and the line of code that renames them.
@@ -39,7 +45,7 @@ def refuse_foreign_roles(conversations: Sequence[tuple[Messages, dict[str, Any]]
             raise DatasetError(
                 f"the chat template refuses conversations with the roles {', '.join(_roles(messages))}",
                 evidence=(f"roles that templates know: {', '.join(ROLES)}",),
-                mend=RENAME,
+                mend=_renaming(messages, rows),
             )
         if text is None:
             continue
@@ -49,7 +55,7 @@ def refuse_foreign_roles(conversations: Sequence[tuple[Messages, dict[str, Any]]
             raise DatasetError(
                 f"the chat template leaves out every message of {', '.join(map(repr, dict.fromkeys(lost)))}",
                 evidence=(f"roles that templates know: {', '.join(ROLES)}",),
-                mend=_renaming(messages),
+                mend=_renaming(messages, rows),
             )
 
 
@@ -71,10 +77,11 @@ def _mistaken(messages: Messages) -> dict[str, str]:
     return {role: other for role, other in meant.items() if other != role}
 
 
-def _renaming(messages: Messages) -> str:
+def _renaming(messages: Messages, rows: Iterable[Mapping[str, Any]] = ()) -> str:
     """The line of code that gives messages the roles that are meant."""
     wrong = _mistaken(messages)
-    if not wrong or set(wrong) & set(_FOREIGN_ROLES):
+    own = any(isinstance(turn, Mapping) and "role" in turn for row in rows for turn in row.get("messages") or ())
+    if not wrong or (set(wrong) & set(_FOREIGN_ROLES) and not own):
         return RENAME
     return (
         f'roles = {json.dumps(wrong)}; dataset = dataset.map(lambda row: {{"messages": [{{**m, "role": '
@@ -82,7 +89,12 @@ def _renaming(messages: Messages) -> str:
     )
 
 
-def written_roles(conversations: Sequence[tuple[Messages, dict[str, Any]]], render: Render) -> str | None:
+def written_roles(
+    conversations: Sequence[tuple[Messages, dict[str, Any]]],
+    render: Render,
+    *,
+    rows: Iterable[Mapping[str, Any]] = (),
+) -> str | None:
     """What to say where a template writes out roles that at inference are called otherwise, or where nobody answers.
 
     Those are ShareGPT's, and misspelt ones.
@@ -90,6 +102,7 @@ def written_roles(conversations: Sequence[tuple[Messages, dict[str, Any]]], rend
     Args:
         conversations: see `conversations_of`.
         render: as for training.
+        rows: see `refuse_foreign_roles`.
     """
     for messages, arguments in conversations:
         known = [{**m, "role": _meant(str(m["role"]))} for m in messages]
@@ -100,7 +113,7 @@ def written_roles(conversations: Sequence[tuple[Messages, dict[str, Any]]], rend
             strangers = _mistaken(messages)
             return (
                 f"the chat template writes the roles {', '.join(map(repr, strangers))} out; at inference they are "
-                f"{' and '.join(dict.fromkeys(strangers.values()))}. Rename them: {_renaming(messages)}"
+                f"{' and '.join(dict.fromkeys(strangers.values()))}. Rename them: {_renaming(messages, rows)}"
             )
     asking = {"system", "developer", "user", "tool"}
     if conversations and all(str(m["role"]) in asking for messages, _ in conversations for m in messages):

@@ -95,11 +95,11 @@ class TemplateChecks:
         refuse_missing_template(self.processor or self.tokenizer, conversations)
         self._refuse(lambda: self._refuse_broken(conversations), name)
         prompts = any("prompt" in row for row in sample)
-        self._refuse(lambda: refuse_foreign_roles(conversations, self._train), name)
+        self._refuse(lambda: refuse_foreign_roles(conversations, self._train, rows=sample), name)
         self._refuse(lambda: refuse_weighed_messages(conversations), name)
         questions = None if self.answers_only else trained_questions(sample)
         lost = (*lost_answers(conversations, self._train), opened_by_nothing(conversations, self._train))
-        said = (unread_prompts(sample), written_roles(conversations, self._train), questions, *lost)
+        said = (unread_prompts(sample), written_roles(conversations, self._train, rows=sample), questions, *lost)
         for sentence in () if self.quiet else filter(None, said):
             logger.warning("%s documents: %s", name, sentence)
         self._refuse(lambda: refuse_reasoning_line(conversations, self._infer), name)

@@ -25,6 +25,7 @@ from hf_speedkit.trainer.data.templates import TemplateChecks, marked_example
 SHAREGPT = [{"conversations": [{"from": "human", "value": "w3 w4"}, {"from": "gpt", "value": "w5 w6"}]}]
 
 MISSPELT = [{"messages": [{"role": "usr", "content": "w3 w4"}, {"role": "assistent", "content": "w5 w6"}]}]
+RENAMED = [{"messages": [{"role": "human", "content": "w3 w4"}, {"role": "bot", "content": "w5 w6"}]}]
 ASKING = [{"messages": [{"role": "user", "content": "w3 w4"}]}]
 
 ONLY_ITS_OWN = "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.content }}{% endif %}{% endfor %}"
@@ -37,6 +38,7 @@ REFUSES = "{% if messages[0].role != 'user' %}{{ raise_exception('No user query 
     [
         (SHAREGPT, REFUSES, "refuses conversations with the roles 'human', 'gpt'"),
         (SHAREGPT, ONLY_ITS_OWN, "leaves out every message of 'human', 'gpt'"),
+        (RENAMED, REFUSES, "refuses conversations with the roles 'human', 'bot'"),
         (SHAREGPT, PLAIN, None),  # it writes any role; a warning says that these are not those of inference
         (MISSPELT, PLAIN, None),
         (MISSPELT, ONLY_ITS_OWN, "leaves out every message of 'usr', 'assistent'"),
