@@ -37,7 +37,7 @@ class Look:
 
 
 def looked_at(loader: Any) -> Look:
-    """Collate the first four rows of a loader's dataset; random numbers are drawn again in training.
+    """Collate the first rows of a loader's dataset, up to four; random numbers are drawn again in training.
 
     Args:
         loader: of training; None: nothing is looked at, nor is what masks tokens at random.
@@ -50,7 +50,7 @@ def looked_at(loader: Any) -> Look:
     if collate is None or getattr(collator, "mlm", False):
         return Look(collator, [], None)
     with _no_numbers_drawn():
-        rows = _first_rows(loader.dataset)
+        rows = _first_rows(loader.dataset, min(_ROWS, getattr(loader, "batch_size", None) or _ROWS))
         return Look(collator, rows, _batch_of(collate, collator, rows) if rows else None)
 
 
@@ -69,12 +69,18 @@ def odd_targets(look: Look, ends: set[int]) -> str | None:
 
     Raises:
         ConfigurationError: labels of -100 are targets in the batch; the end of one document is trained on the beginning
-            of the next, in rows that say where documents begin.
+            of the next, in rows that say where documents begin; of several rows the batch holds the first alone.
     """
     rows, batch, kind = look.rows, look.batch, type(look.collator).__name__
     pairs = _pairs(rows, batch)
     masked = [now for row, given in pairs for label, now in zip(row[1:], given[1:], strict=True) if label < 0]
     trained = sum(label != IGNORE_INDEX for label in masked)
+    ids = _tensor(batch, "input_ids")
+    if ids is not None and len(rows) > 1 and ids.tolist() == [_ints(rows[0]["input_ids"])]:
+        raise ConfigurationError(
+            f"the data_collator, a {kind}, keeps the first of {len(rows)} rows: the others are never trained on",
+            mend=f"per_device_train_batch_size=1, or a collator of all rows: {_PADS_LABELS}",
+        )
     if trained:
         raise ConfigurationError(
             f"the data_collator, a {kind}, makes targets of {trained} of {len(masked)} tokens that labels of the rows "
@@ -118,10 +124,10 @@ def _no_numbers_drawn() -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def _first_rows(dataset: Any) -> list[Any]:
-    """The first rows that hold tokens."""
+def _first_rows(dataset: Any, number: int) -> list[Any]:
+    """The first rows, where they hold tokens."""
     try:
-        rows = [dataset[at] for at in range(min(_ROWS, len(dataset)))]
+        rows = [dataset[at] for at in range(min(number, len(dataset)))]
     except Exception:  # noqa: BLE001 (a stream, or a dataset that fails: training says so in its own words)
         return []
     if not all(isinstance(row, Mapping) and _ints(row.get("input_ids")) for row in rows):

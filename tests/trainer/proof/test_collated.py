@@ -56,11 +56,14 @@ def end_to_end(rows, *, starts=-100, positions=True):
         (TEXTS, lambda rows: end_to_end(rows, starts=None), "1 of 1 documents behind another one begin with a target"),
         (TEXTS, lambda rows: end_to_end(rows, starts=None, positions=False), None),  # one text that was cut
         (MASKED, lambda rows: None, None),
+        (UNEVEN, lambda rows: default_data_collator(rows[:1]), "keeps the first of 2 rows"),
+        (UNEVEN[:1], lambda rows: default_data_collator(rows[:1]), None),
         ([{"input_ids": [2, EOS], "labels": [3]}], DataCollatorForSeq2Seq(tiny_tokenizer()), None),
         ([{"text": "w2"}], DataCollatorForLanguageModeling(tiny_tokenizer(), mlm=False), None),
         (iter(MASKED), DataCollatorForLanguageModeling(tiny_tokenizer(), mlm=False), None),
     ],
-    ids=["lost", "uneven", "kept", "flat", "separator", "packed", "joined", "cut", "none", "seq2seq", "text", "stream"],
+    ids=["lost", "uneven", "kept", "flat", "separator", "packed", "joined", "cut", "none", "first", "one", "seq2seq",
+         "text", "stream"],
 )  # fmt: skip
 def test_a_collator_that_trains_on_what_rows_leave_out_is_refused(rows, collator, refused):
     with nullcontext() if refused is None else pytest.raises(ConfigurationError, match=refused):
