@@ -22,7 +22,7 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         first = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-        if not torch.amp.is_autocast_available(first.device.type):  # the meta device
+        if first.device.type == "meta":  # which has no autocast
             return function(*args, **kwargs)
         with torch.autocast(first.device.type, enabled=False):
             return function(*args, **kwargs)

@@ -15,8 +15,9 @@ def another_profiler_runs(within_steps: int = 0) -> bool:
     a recording, not per step.
 
     Private to torch: `torch.autograd._profiler_enabled`, `profile.profiler`, `profile.current_action`,
-    `profile.step_rec_fn` (None before its start and after its end), `profile.schedule` and `profile.step_num` (checked
-    with 2.13; tests/measure/test_profilers.py fails when they change).
+    `profile.step_rec_fn` (None before its start and, since 2.13, after its end), `profile.schedule` and
+    `profile.step_num` (checked with 2.11 and 2.13; tests/measure/test_profilers.py fails when they change). Before 2.13
+    one that was stopped early is taken for one that waits, as long as it is in memory.
 
     Args:
         within_steps: steps to look ahead, where the other profiler follows a schedule and counts the same steps.

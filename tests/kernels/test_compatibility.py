@@ -1,6 +1,7 @@
 """The table of known combinations: pure decisions, and what they do to checks."""
 
 import dataclasses
+import sys
 from pathlib import Path
 
 import pytest
@@ -272,10 +273,20 @@ def test_what_is_no_architecture_is_refused(text):
         parse_architecture(text)
 
 
+def hide_installed(monkeypatch, *kept):
+    """As if these kernel packages were not there, but for those that a test has written: a CUDA torch brings triton."""
+    for name in ("triton", "fla", "causal_conv1d"):
+        if name in kept:
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        else:
+            monkeypatch.setitem(sys.modules, name, None)
+
+
 def test_triton_is_found_under_the_name_that_nightly_torch_gives_it(monkeypatch):
     """Without it fla would be refused for the lack of a triton that is there."""
     versions = {"pytorch-triton": "3.8.0+git12", "fla-core": "0.6.0"}
     monkeypatch.setattr(stack_of_this_machine, "_version", versions.get)
+    hide_installed(monkeypatch)
     assert read_stack().versions == {"triton": "3.8.0+git12", "fla-core": "0.6.0"}
 
 
@@ -295,6 +306,7 @@ def test_v48_versions_are_those_of_what_is_imported(tmp_path, monkeypatch, versi
     for name, version in source.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(f'raise RuntimeError\n__version__ = "{version}"\n')
+    hide_installed(monkeypatch, *source)
     assert read_stack().versions == read
     assert [installed_version(name) for name in source] == list(source.values())
 

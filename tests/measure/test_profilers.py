@@ -1,5 +1,7 @@
 """A second profiler must not start beside a first one, whatever state that is in."""
 
+import gc
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -39,4 +41,8 @@ def test_v76_a_profiler_that_waits_is_seen_from_as_far_as_asked(within, seen):
     found = another_profiler_runs(within_steps=within)
     waits.stop()
     assert found is seen
+    # Before torch 2.13 nothing tells a profiler that was stopped from one that waits.
+    assert another_profiler_runs(within_steps=9) is (waits.step_rec_fn is not None)
+    del waits
+    gc.collect()
     assert not another_profiler_runs(within_steps=9)
