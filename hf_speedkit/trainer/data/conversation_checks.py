@@ -235,8 +235,21 @@ def unrenderable(messages: Messages, error: Exception, *, row: int | None = None
     return DatasetError(
         f"the chat template refuses {'a conversation' if row is None else f'the conversation of row {row:,}'}: {error}",
         evidence=(f"its roles: {roles}{', ...' if len(messages) > 8 else ''}", f"it begins with {begins!r}"),
-        mend="change or filter such conversations; the template says which roles and contents it takes",
+        mend=_other_arguments(messages, str(error))
+        or "change or filter such conversations; the template says which roles and contents it takes",
     )
+
+
+def _other_arguments(messages: Messages, said: str) -> str | None:
+    """The mend where a template wants the arguments of calls as an object and has a text, or the other way round."""
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    given = [(call.get("function") or call).get("arguments") for call in calls]
+    into = 'call["function"]["arguments"] = json.'
+    if any(isinstance(one, str) for one in given) and ("mapping" in said or "'items'" in said):
+        return f'{into}loads(...) for each call, then Dataset.from_list(rows, on_mixed_types="use_json")'
+    if any(isinstance(one, Mapping) for one in given) and 'not "dict"' in said:
+        return f"{into}dumps(...) for each call: the template writes arguments as the text that they are"
+    return None
 
 
 def _whole(render: Render, messages: Messages, arguments: Mapping[str, Any]) -> str:

@@ -50,6 +50,23 @@ def test_calls_and_tools_that_a_template_writes_in_another_form_are_refused(rows
         checks(WRITES_TOOLS).before(Dataset.from_list(rows), "train")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "written", "mend"),
+    [
+        ('{"a": 1}', "{% for k, v in c.function.arguments|items %}{{ k }}{% endfor %}", r"json\.loads"),
+        ('{"a": 1}', "{% for k, v in c.function.arguments.items() %}{{ k }}{% endfor %}", r"json\.loads"),
+        ({"a": 1}, "{{ 'call ' + c.function.arguments }}", r"json\.dumps"),
+        ({"a": 1}, "{{ raise_exception('no calls') }}", "change or filter"),
+    ],
+)
+def test_arguments_of_another_type_than_a_template_takes_are_told_with_the_line_that_mends_them(
+    arguments, written, mend
+):
+    template = PLAIN.replace("' <eos> ' }}", "' <eos> ' }}{% for c in m.tool_calls or [] %}" + written + "{% endfor %}")
+    with pytest.raises(DatasetError, match=mend):
+        checks(template).before(Dataset.from_list([{"messages": called(arguments)}]), "train")
+
+
 UNREAD = {"system": "w20 w21", "id": 7}
 
 
