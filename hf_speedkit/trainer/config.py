@@ -25,6 +25,7 @@ from hf_speedkit.trainer.config_rules import (
     settle_batches,
     settle_packing,
 )
+from hf_speedkit.trainer.installed_versions import old_versions_told
 from hf_speedkit.trainer.launching import (
     refuse_lost_fp8,
     refuse_optimizer,
@@ -261,6 +262,7 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         made: Self = super().__new__(cls)
         return made
 
+    @old_versions_told()  # with transformers 5.17 an AttributeError, where this module is imported by itself
     def __post_init__(self) -> None:
         """Check the settings and settle the shape of a micro-batch."""
         # TRL's own default is given under the old name, and transformers 5.23 warns about it at every start.

@@ -6,12 +6,13 @@ import logging
 import platform
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from hf_speedkit.core.errors import InstallationError
+from hf_speedkit.core.errors import InstallationError, SpeedkitError
 from hf_speedkit.core.needed_versions import Need, is_below, needs_in, same_name
 from hf_speedkit.core.tested_versions import TESTED, outside_tested
 from hf_speedkit.kernels.imports import is_installed, is_of_the_distribution
@@ -47,6 +48,25 @@ def require_versions(*names: str) -> None:
             evidence=tuple(f"{name}: {place}" for name in lacks if (place := _place(name)) is not None),
             mend=f"pip install {' '.join(wanted(name, needs) for name in lacks)}",
         )
+
+
+@contextmanager
+def old_versions_told() -> Iterator[None]:
+    """Tell what fails inside as the package that is too old for it, if there is one; costs nothing otherwise.
+
+    Raises:
+        InstallationError: see `require_versions`.
+    """
+    try:
+        yield
+    except SpeedkitError:
+        raise
+    except Exception as error:
+        try:
+            require_versions()
+        except InstallationError as stop:
+            raise stop from error
+        raise
 
 
 def too_old(name: str, needs: Mapping[str, Need] | None = None) -> str | None:

@@ -13,7 +13,7 @@ from hf_speedkit.core.errors import ConfigurationError, InstallationError
 from hf_speedkit.core.needed_versions import is_below, needs_in
 from hf_speedkit.trainer import installed_versions, optional_packages, trackers
 from hf_speedkit.trainer.adapters import require_adapters
-from hf_speedkit.trainer.installed_versions import needed, require_versions, too_old
+from hf_speedkit.trainer.installed_versions import needed, old_versions_told, require_versions, too_old
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,6 +83,17 @@ def test_all_that_is_too_old_or_absent_is_one_message_and_one_command(install, m
     assert [line.partition(" in ")[0] for line in told.evidence] == ["accelerate: 1.14.2", "nvidia-ml-py: 11.5"]
     assert told.mend == 'pip install "accelerate>=1.15,<2" "nvidia-ml-py>=12.560" "trl>=1.16,<2"'
     require_versions("transformers")
+
+
+def test_what_fails_inside_is_told_as_the_old_package_that_it_is_due_to_and_else_as_it_is(install):
+    with pytest.raises(AttributeError), old_versions_told():
+        None.any  # noqa: B018
+    install("accelerate", "1.14.2")
+    with pytest.raises(InstallationError, match="accelerate is") as told, old_versions_told():
+        None.any  # noqa: B018
+    assert isinstance(told.value.__cause__, AttributeError)
+    with pytest.raises(ConfigurationError, match="ours"), old_versions_told():
+        raise ConfigurationError("ours")
 
 
 def without(*names):
