@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from datasets import IterableDataset
@@ -52,7 +52,8 @@ def _no_tools(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse_filled(conversations: Sequence[tuple[Messages, dict[str, Any]]]) -> None:
     """Arrow gives all rows of a column the same fields: a call of one function gets the parameters of every other, and
-    so does its definition (modelscope/ms-swift#6467). Templates write them out as null."""
+    so does its definition (modelscope/ms-swift#6467). Templates write them out as null. A field without a value
+    anywhere was null before."""
     kwargs = [name for _, given in conversations for name, value in given.items() if value is None and name != "tools"]
     if kwargs:
         raise DatasetError(
@@ -64,7 +65,12 @@ def _refuse_filled(conversations: Sequence[tuple[Messages, dict[str, Any]]]) -> 
     calls = [_arguments(call) for messages, _ in conversations for call in _calls(messages)]
     tools = [tool for _, given in conversations for tool in given.get("tools") or ()]
     for what, kind, all_of in (("tool calls have arguments", "call", calls), ("tools have fields", "tool", tools)):
-        filled = [names for names in map(_without_value, all_of) if names]
+        given = {path for one in all_of for path, value in _fields(one) if value is not None}
+        filled = [
+            [path[-1] for path in paths]
+            for paths in ([path for path, value in _fields(one) if value is None and path in given] for one in all_of)
+            if paths
+        ]
         if filled:
             raise DatasetError(
                 f"{len(filled)} of {len(all_of)} {what} without a value",
@@ -106,12 +112,16 @@ def _arguments(call: Any) -> Any:
     return (call.get("function") or call).get("arguments")
 
 
-def _without_value(value: Any) -> list[str]:
-    """Names of the fields without a value, at any depth."""
-    if isinstance(value, Mapping):
-        given = [(str(key), one) for key, one in value.items() if key not in _MAY_BE_NULL]
-        return [name for key, one in given for name in ([key] if one is None else _without_value(one))]
-    return [name for one in value for name in _without_value(one)] if isinstance(value, list) else []
+def _fields(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Fields at any depth, by their names from the top; those of a list's members are alike."""
+    if isinstance(value, list):
+        for one in value:
+            yield from _fields(one, path)
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            if key not in _MAY_BE_NULL:
+                yield (*path, str(key)), one
+                yield from _fields(one, (*path, str(key)))
 
 
 def _is_object(arguments: Any) -> bool:

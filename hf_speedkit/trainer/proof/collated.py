@@ -69,7 +69,8 @@ def odd_targets(look: Look, ends: set[int]) -> str | None:
 
     Raises:
         ConfigurationError: labels of -100 are targets in the batch; the end of one document is trained on the beginning
-            of the next, in rows that say where documents begin; of several rows the batch holds the first alone.
+            of the next, in rows that say where documents begin (said alone where all begin alike); of several rows the
+            batch holds the first alone.
     """
     rows, batch, kind = look.rows, look.batch, type(look.collator).__name__
     pairs = _pairs(rows, batch)
@@ -89,12 +90,16 @@ def odd_targets(look: Look, ends: set[int]) -> str | None:
             mend=f"{_PADS_LABELS}; {_LEAVE_OUT}",
             regardless='dataset.remove_columns("labels") (of prompts and completions: completion_only_loss=False)',
         )
-    joined, found = _joined(batch)
+    joined, found, alike = _joined(batch)
     if joined:
+        what = "documents share rows, and the last token of each is trained on the first of the next"
+        mend = "the label -100 for the first token of each document, as DataCollatorWithFlattening() has it"
+        if alike:  # one that begins every text: no document's contents reach another's loss
+            return f"{what}, token {alike}: {mend}"
         raise ConfigurationError(
-            "documents share rows, and the last token of each is trained on the first of the next",
+            what,
             evidence=(f"{joined} of {found} documents behind another one begin with a target ({kind})",),
-            mend="the label -100 for the first token of each document, as DataCollatorWithFlattening() has it",
+            mend=mend,
         )
     padding = _trained_padding(batch) if pairs else 0
     if padding:
@@ -193,12 +198,14 @@ def later_documents(batch: Any) -> torch.Tensor | None:
     return begins
 
 
-def _joined(batch: Any) -> tuple[int, int]:
-    """Documents that begin with their own first token as a target, of all those behind another one."""
+def _joined(batch: Any) -> tuple[int, int, int | None]:
+    """Documents that begin with their own first token as a target, of how many behind another one, and the token that
+    all documents begin with, if they do."""
     ids, labels, begins = _tensor(batch, "input_ids"), _tensor(batch, "labels"), later_documents(batch)
     if ids is None or labels is None or begins is None or labels.shape != ids.shape:
-        return 0, 0
-    return int((begins & (labels == ids)).sum()), int(begins.sum())
+        return 0, 0, None
+    first = {*ids[begins].tolist(), *ids[:, 0].tolist()}
+    return int((begins & (labels == ids)).sum()), int(begins.sum()), first.pop() if len(first) == 1 else None
 
 
 def _tensor(batch: Any, name: str) -> torch.Tensor | None:

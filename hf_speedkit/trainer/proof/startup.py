@@ -191,7 +191,7 @@ class StartupProof(FirstStep):
         trainer = self._trainer
         look = looked_at(loader)
         hidden = hidden_documents(look.batch, attention_of(trainer.model.config))
-        if hidden is not None:
+        if hidden is not None and trainer.args.isolation_check:
             raise hidden
         return odd_targets(look, end_tokens(trainer._tokenizer, trainer.model))
 

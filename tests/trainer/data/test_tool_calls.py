@@ -38,12 +38,13 @@ TWO_TOOLS = [[tool("call", a="string")], [tool("call", b="string")]]
         ([{"messages": chat("w1", "w2"), "tools": tools} for tools in TWO_TOOLS], "2 of 2 tools have fields .*\n.*'b'"),
         ([{"messages": chat("w1", "w2"), "tools": json.dumps(tools)} for tools in TWO_TOOLS], None),
         ([{"messages": chat("w1", "w2"), "tools": [tool("call", a={"default": None, "enum": ["x"]})]}], None),
+        ([{"messages": chat("w1", "w2"), "tools": [{**tool("call"), "strict": None}]}], None),  # OpenAI's client does
         ([{"messages": called({"a": {"b": 1}})}, {"messages": called({"a": {"c": 1}})}], "arguments without .*\n.*'c'"),
         ([{"messages": called('{"a": "ü"}')}], "quotes once more, in 1 of 1"),
         ([{"messages": called({"a": 1})}, {"messages": called({"a": 2})}], None),
         ([{"messages": called("w1")}], None),
     ],
-    ids=["tools", "tools of JSON", "a default", "inside arguments", "JSON", "objects", "a text"],
+    ids=["tools", "tools of JSON", "a default", "nowhere a value", "inside arguments", "JSON", "objects", "a text"],
 )
 def test_calls_and_tools_that_a_template_writes_in_another_form_are_refused(rows, message):
     with nullcontext() if message is None else pytest.raises(DatasetError, match=message):

@@ -126,6 +126,12 @@ def test_v47_rows_of_a_users_own_collator_need_the_boundaries_that_recurrent_lay
         masked.train()
 
 
+def test_a_beginning_that_all_documents_have_is_no_leak_and_is_said():
+    rows = [{"input_ids": [3, 4, EOS]}, {"input_ids": [3, 5, EOS]}]
+    look = looked_at(SimpleNamespace(dataset=rows, collate_fn=lambda rows: end_to_end(rows, starts=None)))
+    assert "trained on the first of the next, token 3" in odd_targets(look, {EOS})
+
+
 def test_what_is_drawn_for_the_look_is_drawn_again_in_training():
     drawn = []
 
