@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "IsolationError": "hf_speedkit.core.errors",
+    "JsonlSink": "hf_speedkit.trainer.sinks",
     "KernelAssertionError": "hf_speedkit.core.errors",
     "KernelAssertionCallback": "hf_speedkit.trainer.callbacks",
     "PackedBatchSampler": "hf_speedkit.packing.sampler",
@@ -45,6 +46,7 @@ _NEEDS = {
 
 __all__ = [
     "IsolationError",
+    "JsonlSink",
     "KernelAssertionCallback",
     "KernelAssertionError",
     "PackedBatchSampler",
@@ -76,6 +78,7 @@ if TYPE_CHECKING:
     from hf_speedkit.trainer.callbacks import KernelAssertionCallback, ThroughputCallback, TraceCallback, attach
     from hf_speedkit.trainer.config import SpeedSFTConfig
     from hf_speedkit.trainer.sft import SpeedSFTTrainer
+    from hf_speedkit.trainer.sinks import JsonlSink
 
 
 def __getattr__(name: str) -> object:

@@ -19,7 +19,7 @@ from hf_speedkit.cli.report import report
 from hf_speedkit.cli.trace import trace
 
 _WRONG_USE = 2
-_UNWRITABLE = (errno.EACCES, errno.ENOTDIR, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Packed, proven and measured fine-tuning.")
 

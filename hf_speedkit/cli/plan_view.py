@@ -16,6 +16,9 @@ from hf_speedkit.core.printable import printable
 
 _BINS = 16
 _BAR = 40
+_BESIDE_BAR = 9 + 1 + 1 + 9
+"""Columns beside a bar of the plot: the length, the count and a space each."""
+_LEAST_WIDTH = 80
 
 
 def print_memory(memory: Mapping[str, Any]) -> None:
@@ -42,7 +45,7 @@ def print_plan(result: Mapping[str, Any], lengths: Sequence[int]) -> None:
     )
     if documents["documents"]:
         _lengths(console, documents)
-        for line in histogram(lengths):
+        for line in histogram(lengths, bar=max(8, min(_BAR, console.width - _BESIDE_BAR))):
             console.print(Text(line))
     if documents["overlong"]:
         _say(
@@ -63,6 +66,11 @@ def print_plan(result: Mapping[str, Any], lengths: Sequence[int]) -> None:
             _say(console, printable(line), style="bold red")
 
 
+def _print_whole(console: Console, table: Table) -> None:
+    """Print a table as in 80 columns at least: a narrower terminal wraps its lines, rich puts "…" for numbers."""
+    Console(highlight=False, width=max(console.width, _LEAST_WIDTH)).print(table)
+
+
 def _say(console: Console, text: str, *, style: str = "") -> None:
     """One sentence, wrapped between words at the terminal's width; a command in it stays in one piece."""
     for line in textwrap.wrap(
@@ -71,19 +79,19 @@ def _say(console: Console, text: str, *, style: str = "") -> None:
         console.print(Text(line, style=style), soft_wrap=True)
 
 
-def histogram(lengths: Sequence[int], bins: int = _BINS) -> list[str]:
+def histogram(lengths: Sequence[int], bins: int = _BINS, *, bar: int = _BAR) -> list[str]:
     """Bars of document counts over lengths; bins grow by a constant factor, for lengths have heavy tails."""
     shortest, longest = min(lengths), max(lengths)
     span = math.log(longest / shortest)
     if not span:
-        return [f"{longest:>9,} {'#' * _BAR} {len(lengths):,}"]
+        return [f"{longest:>9,} {'#' * bar} {len(lengths):,}"]
     counts = [0] * bins
     for length in lengths:
         counts[min(bins - 1, int(bins * math.log(length / shortest) / span))] += 1
     edges = [round(shortest * math.exp(span * (index + 1) / bins)) for index in range(bins)]
     most = max(counts)
     return [
-        f"{edge:>9,} {'#' * math.ceil(_BAR * count / most):<{_BAR}} {count:,}"
+        f"{edge:>9,} {'#' * math.ceil(bar * count / most):<{bar}} {count:,}"
         for edge, count in zip(edges, counts, strict=True)
     ]
 
@@ -95,13 +103,13 @@ def _lengths(console: Console, documents: Mapping[str, Any]) -> None:
     for quantile in documents["quantiles"]:
         table.add_column(names.get(quantile, f"p{100 * float(quantile):g}"), justify="right")
     table.add_row(f"{documents['mean']:,.0f}", *(f"{value:,}" for value in documents["quantiles"].values()))
-    console.print(table)
+    _print_whole(console, table)
 
 
 def _batchings(console: Console, batchings: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> None:
     table = Table(
-        title=f"rows of {settings['tokens_per_batch']:,} slots on {settings['ranks']} ranks, "
-        f"accumulation {settings['accumulation']}",
+        title=f"rows of {settings['tokens_per_batch']:,} slots on {settings['ranks']} "
+        f"{'ranks' if settings['ranks'] > 1 else 'rank'}, accumulation {settings['accumulation']}",
         title_justify="left",
         box=box.SIMPLE_HEAD,  # fits into 80 columns
     )
@@ -122,4 +130,4 @@ def _batchings(console: Console, batchings: Sequence[Mapping[str, Any]], setting
             f"{way['steps_in_all']:,}",
         ]
         table.add_row(*cells[: 1 + len(headings)])
-    console.print(table)
+    _print_whole(console, table)

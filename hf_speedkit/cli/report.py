@@ -147,8 +147,9 @@ def _step_log(path: Path) -> Path:
         if below:
             raise typer.BadParameter(f"{path} is no run; runs in it: {', '.join(below[:8])}", param_hint="RUNS")
         raise typer.BadParameter(
-            f"no {STEP_LOG} in {path}: train with SpeedSFTConfig(step_log=True), or add "
-            f'ThroughputCallback(sinks=[JsonlSink("{STEP_LOG}")])',
+            f"no {STEP_LOG} in {path}: SpeedSFTTrainer writes one (step_log=True, the default); with another Trainer: "
+            f"from hf_speedkit import JsonlSink, and attach(trainer, "
+            f'ThroughputCallback(sinks=[JsonlSink("{path / STEP_LOG}")]))',
             param_hint="RUNS",
         )
     return log

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from hf_speedkit.core.errors import TraceError
 from hf_speedkit.core.kernel_groups import blocks_host, starts_work
 from hf_speedkit.core.trace_records import DeviceSummary, StepFacts, TraceSummary
 from hf_speedkit.measure.trace_bytes import DEFAULT_LIMIT_BYTES
@@ -50,6 +51,11 @@ def summarize_trace(path: str | Path, *, limit_bytes: int = DEFAULT_LIMIT_BYTES)
     host = host_activity(columns, work)
     operators = nest_operators(columns)
     step_of_event = step_of_events(work, steps)
+    if stream.dropped and not stream.count:
+        raise TraceError(
+            f"{path.name} is no trace: none of its {stream.dropped:,} entries is an event that can be read",
+            mend="give a file written by torch.profiler's export_chrome_trace (.json or .json.gz)",
+        )
     full = steps_that_did_something(columns, work, steps)
     window = window_of(columns, work, steps, step_of_event, full)
     devices, after_sync = _devices(columns, work, host, window, stream.metadata)

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.trainer.hardware import is_on
+from hf_speedkit.trainer.setting_names import nearest_path
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,9 @@ class HubName:
 
         place = HF_HUB_CACHE if self.kind == "model" else self._dataset_folder().parent
         what = ", or not with all of its weights" if self.weights and self.kind == "model" else ""
-        return f"{self.kind} {self.name!r}: no file or folder of that name here, and not in {place}{what}"
+        near = nearest_path(self.name) if "/" in self.name else None
+        told = f"{self.kind} {self.name!r}: no file or folder of that name here, and not in {place}{what}"
+        return told + (f"; did you mean {near}?" if near else "")
 
     def download(self) -> str:
         """The command that puts it into the cache."""

@@ -135,7 +135,8 @@ def require_named(job: Mapping[str, Any]) -> None:
         if idle:
             raise ConfigurationError(
                 f"tiny_chat: true brings a model and data of its own, and {' and '.join(idle)} would not be read",
-                mend="set tiny_chat: false, and name both model_name_or_path and dataset_name",
+                mend="--tiny_chat false --model_name_or_path MODEL --dataset_name DATA (in YAML tiny_chat: false ...); "
+                "runs/tiny_sft, which `make demo` leaves, is a MODEL for a CPU",
             )
         return
     for name, example in (("model_name_or_path", "Qwen/Qwen3.8-27B"), ("dataset_name", "HuggingFaceH4/ultrachat_200k")):

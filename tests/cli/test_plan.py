@@ -53,12 +53,15 @@ def test_the_numbers_are_those_of_the_planner(lengths_file):
     assert said["stragglers"] is None
 
 
-def test_a_terminal_of_80_columns_breaks_no_row_and_no_word(tmp_path):
+@pytest.mark.parametrize("columns", [80, 40])
+def test_a_terminal_of_80_columns_breaks_no_row_and_no_word_and_one_of_40_loses_no_number(tmp_path, columns):
     path = tmp_path / "lengths.json"
     path.write_text(json.dumps([900, 1200, 300, 25_000, 9_000] * 20_000))
     many = ["--lengths", path, "--ranks", 64, "--accumulation", 16, "--epochs", 12, "--overlong", "truncate"]
-    shown = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["plan", *map(str, many)]).output
-    assert max(map(len, shown.splitlines())) <= 80
+    shown = CliRunner(env={"COLUMNS": str(columns)}).invoke(app, ["plan", *map(str, many)]).output
+    assert max(map(len, shown.splitlines())) <= 80  # the tables; a narrower terminal wraps them itself
+    assert max(len(line) for line in shown.splitlines() if "#" in line) <= columns
+    assert "…" not in shown
     (ours,) = [line for line in shown.splitlines() if "hf_speedkit" in line]
     assert ours.split()[1] in ("fifo_close", "best_fit_decreasing")
     assert len(ours.split()) == 7

@@ -263,6 +263,7 @@ def test_json_holds_the_same_numbers_and_writes_no_page(tmp_path, monkeypatch):
         (["none"], 2, "no such run: none"),
         ([], 2, "Missing argument"),
         (["bare"], 2, "no speedkit_steps.jsonl in bare"),
+        (["bare"], 2, "from hf_speedkit import JsonlSink, and attach(trainer, ThroughputCallback("),
         (["good", "--trace", "none.json"], 2, "no such file: none.json"),
         (["good", "--out", "none/page.html"], 2, "not a file in a directory that exists"),
         (["good", "--out", "good/speedkit_steps.jsonl"], 2, "would overwrite what it reads"),

@@ -116,6 +116,7 @@ def test_several_files_are_ranks_of_one_job(tmp_path):
         ([], 2, "Missing argument"),
         (["empty.json"], 1, "is empty"),
         (["text.json"], 1, "not a Chrome trace"),
+        (["list.json"], 1, "none of its 3 entries is an event"),
         (["small.json", "small.json", "--compare", "small.json"], 2, "one FILE"),
         (["small.json", "--top", "0"], 2, "top"),
         (["small.json", "--max-gib", "0.001"], 0, "Verdict"),
@@ -127,6 +128,7 @@ def test_wrong_use_exits_2_and_a_damaged_file_1_with_an_instruction(tmp_path, mo
     (tmp_path / "run" / "traces").mkdir(parents=True)
     (tmp_path / "run" / "traces" / "a.json.gz").touch()
     (tmp_path / "text.json").write_text("hello")
+    (tmp_path / "list.json").write_text("[1, 2, 3]")
     small_trace().write(tmp_path / "small.json")
     result = run(*arguments)
     assert result.exit_code == code
