@@ -149,11 +149,8 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
             raise without_marks(error, dataset, name) from error
         except StopIteration as error:  # a stream whose rows `answered` has left out
             raise no_answers(name) from error
-        except (
-            TemplateError,
-            TypeError,
-            JSONDecodeError,
-        ) as error:  # of a row that no sample held; unnamed, unexplained
+        except (TemplateError, TypeError, JSONDecodeError) as error:
+            # Of a row that no sample held; it says neither which nor why.
             named = checks.failure_of(dataset) if isinstance(dataset, Dataset) else None
             if named is None:
                 raise
