@@ -104,7 +104,6 @@ def test_flash_qla_is_unverified_until_its_gradients_were_mended(version, verdic
         ("kernels", stack(kernels="0.17.2", transformers="5.23.0"), "hub kernels are off"),
         ("kernels", stack(kernels="0.19.0", transformers="5.23.0"), "below 0.19"),
         ("flash_attention_4", stack(AMPERE, flash_attn_4="4.0.0b36"), "only runs forward"),
-        ("liger_kernel", stack(liger_kernel="0.8.5", transformers="4.57.0"), "before 5.0"),
     ],
 )
 def test_combinations_that_fail_are_blocked_with_the_reason(subject, machine, says):

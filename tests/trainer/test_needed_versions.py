@@ -1,6 +1,7 @@
 """What is older than pyproject.toml asks for, or absent, is refused in one message, wherever one comes in."""
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -11,6 +12,8 @@ from test_tested_versions import fake_distribution
 
 from hf_speedkit.core.errors import ConfigurationError, InstallationError
 from hf_speedkit.core.needed_versions import is_below, needs_in
+from hf_speedkit.kernels.compatibility_rows import ROWS
+from hf_speedkit.kernels.requirements import FUNCTIONS
 from hf_speedkit.trainer import installed_versions, optional_packages, trackers
 from hf_speedkit.trainer.adapters import require_adapters
 from hf_speedkit.trainer.installed_versions import needed, old_versions_told, require_versions, too_old
@@ -109,6 +112,16 @@ def test_a_clone_that_is_imported_in_an_old_packages_place_is_not_judged(install
     (clone / "peft/__init__.py").write_text("")
     monkeypatch.syspath_prepend(clone)
     assert too_old("peft") is None
+
+
+def test_the_kernels_room_names_the_same_bounds():
+    own = needed()
+    old = [row for row in ROWS if row.source == "pyproject.toml"]
+    for pin in {pin for row in old for pin in row.pins} | {row.distribution for row in FUNCTIONS.values()}:
+        name = re.match(r"[\w-]+", pin)[0]
+        assert name not in own or own[name].line == pin
+    lowest = {"fla-core" if name == "flash-linear-attention" else name: need.lowest for name, need in own.items()}
+    assert [row.versions for row in old] == [{name: f"<{lowest[name]}" for name in row.versions} for row in old]
 
 
 @pytest.mark.parametrize(
