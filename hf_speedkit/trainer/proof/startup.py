@@ -37,6 +37,7 @@ from hf_speedkit.trainer.ranks.watch import RankWatch
 from hf_speedkit.trainer.sharded.communication import corrected_gathers
 from hf_speedkit.trainer.sharded.preflight import check_wrap_class, preflight, refuse_sharded_four_bits
 from hf_speedkit.trainer.sharded.prepared import loaded_weights
+from hf_speedkit.trainer.step.loss_head import complete_head
 from hf_speedkit.trainer.step.noise import document_noise
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class StartupProof(FirstStep):
         plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
         check_wrap_class(trainer.model, plugin)
         refuse_sharded_four_bits(trainer.model, plugin)
+        complete_head(trainer.model)
         self._loaded = loaded_weights(trainer.model)
         shards_its_own = trainer.is_fsdp_enabled and plugin is not None and not plugin.cpu_ram_efficient_loading
         self._weights = weight_sample(trainer.model) if shards_its_own else ""

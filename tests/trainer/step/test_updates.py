@@ -63,6 +63,29 @@ def test_a_head_that_changes_its_logits_or_has_a_bias_is_left_to_trl():
     assert "float16" in head_refusal(half)
 
 
+class _Wrapped(torch.nn.Module):
+    """As peft wraps the output layer of tied embeddings for `trainable_token_indices`: it hands on the weight alone."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.original_module = layer
+
+    def __getattr__(self, name):
+        return self.original_module.weight if name == "weight" else super().__getattr__(name)
+
+    def forward(self, hidden):
+        return self.original_module(hidden)
+
+
+def test_an_output_layer_that_peft_has_wrapped_trains_on_trls_head_which_reads_a_bias(tmp_path):
+    model = tiny_llama()
+    model.lm_head = _Wrapped(model.lm_head)
+    trainer = trainer_for(tmp_path, model=model)
+    assert not trainer.own_head
+    trainer.train()
+    assert "lm_head.bias" not in model.state_dict()
+
+
 def test_a_model_that_deepspeed_holds_is_left_to_trls_head(tmp_path):
     trainer = trainer_for(tmp_path)
     assert trainer.own_head
