@@ -20,6 +20,7 @@ from hf_speedkit.trainer.optional_packages import require_attention, require_hub
 from hf_speedkit.trainer.output import require_output_dir
 from hf_speedkit.trainer.precision_rules import refuse_half_weights
 from hf_speedkit.trainer.ranks.agreement import agree
+from hf_speedkit.trainer.stored_weights import refuse_stored_quantized
 from hf_speedkit.trainer.trackers import refuse_lone_readers, require_tracker_names
 
 if TYPE_CHECKING:
@@ -91,7 +92,11 @@ def require_before_loading(model_args: Any, args: SpeedSFTConfig) -> None:
     name, revision = model_args.model_name_or_path, model_args.model_revision
     attention, dtype = model_args.attn_implementation, model_args.dtype
     # Whether the weights will be read, or drawn, is the recipe's to know: `require_hub_for` has asked for them.
-    require_kernels(name, args, revision=revision, attn_implementation=attention, dtype=dtype, weights=False)
+    quantized = bool(model_args.load_in_4bit or model_args.load_in_8bit)
+    require_kernels(
+        name, args, revision=revision, attn_implementation=attention, dtype=dtype, weights=False,
+        adapted=bool(model_args.use_peft), quantized=quantized,
+    )  # fmt: skip
     subject = _config(name, {} if revision is None else {"revision": revision}) if model_args.use_peft else None
     if subject is not None:
         require_targets(model_args, subject)
@@ -106,6 +111,8 @@ def require_kernels(
     attn_implementation: str | None = None,
     dtype: object = None,
     weights: bool = True,
+    adapted: bool = False,
+    quantized: bool = False,
 ) -> None:
     """Refuse a job whose kernels are missing, known to fail or found wrong, before it loads weights or tokenizes data.
 
@@ -120,11 +127,13 @@ def require_kernels(
             `model_init_kwargs`.
         revision, attn_implementation, dtype: as for from_pretrained; those in `args.model_init_kwargs` if None.
         weights: those of an id of the Hub will be read, so that without a network the cache must have them.
+        adapted: adapters are trained.
+        quantized: the job quantizes the model as it is loaded.
 
     Raises:
         KernelAssertionError: mode "strict", and a function would be slow or wrong. On all ranks.
         PackingError: a family whose packed rows leak.
-        ConfigurationError: rows of recurrent layers that would be cut.
+        ConfigurationError: rows of recurrent layers that would be cut; see `refuse_stored_quantized`.
         ConfigurationError: an id of the Hub, which cannot be reached; see `require_hub`. No such attention.
     """
     loading = loading_settings(args)
@@ -135,7 +144,17 @@ def require_kernels(
         "trust_remote_code": loading.get("trust_remote_code", False),  # None would ask on the terminal, on every rank
     }
     options = {name: value for name, value in options.items() if value is not None}
-    agree(lambda: _require(model, args, options, dtype, weights))
+    given = quantized or "quantization_config" in loading
+
+    def look() -> None:
+        subject = _looked_up(model, args, options, weights)
+        if subject is None:
+            return
+        if isinstance(model, str):
+            refuse_stored_quantized(subject, adapted=adapted, given=given, capability=_capability(args.device))
+        _require(model, subject, args, options, dtype)
+
+    agree(look)
 
 
 def loading_settings(args: SpeedSFTConfig) -> dict[str, Any]:
@@ -149,19 +168,27 @@ def _flex_in(config: Any) -> str | None:
     return found if found == "flex_attention" else None
 
 
-def _require(
-    model: str | PreTrainedModel, args: SpeedSFTConfig, options: dict[str, Any], dtype: str, weights: bool
-) -> None:
+def _capability(device: Any) -> tuple[int, int] | None:
+    import torch
+
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def _looked_up(model: str | PreTrainedModel, args: SpeedSFTConfig, options: dict[str, Any], weights: bool) -> Any:
+    """The model, or the config of the one that is named; None where this rank looks at none."""
     if isinstance(model, str):  # every rank will load it
         require_hub([HubName(kind="model", name=model, revision=options.get("revision"), weights=weights)])
     if args.local_process_index != 0:
-        return
+        return None
     if isinstance(model, str) and loading_settings(args).get("use_kernels"):
         without = "leave use_kernels out of model_init_kwargs: fused layers are put in place by fused_layers=True"
         require_hub_kernels("use_kernels is on", without)
-    subject = _config(model, options) if isinstance(model, str) else model
-    if subject is None:
-        return
+    return _config(model, options) if isinstance(model, str) else model
+
+
+def _require(
+    model: str | PreTrainedModel, subject: Any, args: SpeedSFTConfig, options: dict[str, Any], dtype: str
+) -> None:
     config = subject if isinstance(model, str) else model.config
     if args.packing:
         refuse_leaking_family(config.get_text_config().model_type)

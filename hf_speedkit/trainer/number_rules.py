@@ -59,7 +59,7 @@ _RULES: tuple[tuple[str, _Fits, str], ...] = (
     ("learning_rate", number(0.0), "a number that is not negative, 2e-5 for example"),
     ("warmup_steps", number(0.0), "a number of steps, or a share of them below 1"),
     ("weight_decay", number(0.0), "a number that is not negative"),
-    ("max_grad_norm", number(0.0, none=True), "the norm that gradients are clipped to, or 0 for no clipping"),
+    ("max_grad_norm", number(0.0), "the norm that gradients are clipped to, or 0 for no clipping"),
     ("adam_beta1", number(0.0, below=1.0), "a number from 0 up and below 1"),
     ("adam_beta2", number(0.0, below=1.0), "a number from 0 up and below 1"),
     ("adam_epsilon", number(0.0), "a number that is not negative, 1e-8 for example"),

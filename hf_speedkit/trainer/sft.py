@@ -102,14 +102,14 @@ class SpeedSFTTrainer(PreparedDatasets, FastUpdates, SafeCheckpoints):
         self._reports: dict[str, DocumentReport] = {}
         self.train_sampler: PackedBatchSampler | None = None
         self._changed_layers: tuple[str, ...] = ()
-        self.packing_active = args.packing
-        self.own_head = False
+        self.packing_active, self.own_head = args.packing, False
         loaded = not isinstance(model, str)
         named = named_datasets(train_dataset, eval_dataset)
         check_rows(named, args, tokenizer=processing_class, formatting_func=formatting_func, loaded=loaded)
         if self.packing_active:
             check_packing_request(args, data_collator, train_dataset, eval_dataset, model, peft_config)
-        require_kernels(model, args)
+        quantized, adapted = quantization_config is not None, peft_config is not None
+        require_kernels(model, args, adapted=adapted, quantized=quantized)
         if not loaded:  # before anything is loaded
             require_memory(model, args, peft_config=peft_config, weight_bits=bits_of(quantization_config))
         with checked_loading():

@@ -18,6 +18,7 @@ from hf_speedkit.core.errors import ConfigurationError, KernelAssertionError, Pa
 from hf_speedkit.kernels.skeleton import probe_config
 from hf_speedkit.trainer import optional_packages
 from hf_speedkit.trainer.before_loading import require_kernels, require_parts
+from hf_speedkit.trainer.stored_weights import refuse_stored_quantized
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
 from fake_kernels import RIGHT_CONVOLUTION, RIGHT_RULE, forget_fakes, write_fakes
@@ -124,6 +125,35 @@ def test_callbacks_that_are_no_list_are_refused_with_the_one_to_write(given):
 
 def test_a_config_that_is_nowhere_is_left_to_the_loading_to_name(tmp_path):
     require_kernels(str(tmp_path / "nowhere"), settings(tmp_path, kernel_assertion="strict"))
+
+
+@pytest.mark.parametrize(
+    ("method", "adapted", "capability", "mend"),
+    [
+        ("fp8", False, (9, 0), "16 bits .*FineGrainedFP8Config.dequantize=True.*use_peft"),
+        ("fp8", True, (9, 0), None),
+        ("fp8", False, (8, 0), None),  # loaded in 16 bits
+        ("fp8", False, None, None),
+        ("nvfp4", True, (10, 0), "name the model in 16 bits"),
+        ("gptq", False, (8, 0), "peft_config"),
+        ("bitsandbytes", True, (8, 0), None),
+        ("torchao", False, (9, 0), None),
+    ],
+)
+def test_a_checkpoint_that_is_stored_quantized_is_refused_where_transformers_would_not_train_it(
+    tmp_path, method, adapted, capability, mend
+):
+    config = AutoConfig.for_model("llama", quantization_config={"quant_method": method})
+    if mend is None:
+        refuse_stored_quantized(config, adapted=adapted, given=False, capability=capability)
+        return
+    refuse_stored_quantized(config, adapted=adapted, given=True, capability=capability)
+    with pytest.raises(ConfigurationError, match=mend):
+        refuse_stored_quantized(config, adapted=adapted, given=False, capability=capability)
+    if capability == (8, 0):  # on a CPU as well
+        config.save_pretrained(tmp_path / "model")
+        with pytest.raises(ConfigurationError, match=mend):
+            require_kernels(str(tmp_path / "model"), settings(tmp_path, kernel_assertion="off"), adapted=adapted)
 
 
 def test_a_model_that_is_not_there_is_proven_on_a_skeleton_and_the_jobs_random_state_stays(folder):
