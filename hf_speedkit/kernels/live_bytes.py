@@ -55,3 +55,23 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _forget(self, key: int, size: int) -> None:
         self._seen.discard(key)
         self.live -= size
+
+
+class OperationLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside its `with` block only so many operations run; the next one raises.
+
+    Args:
+        most: how many.
+        error: what is raised.
+    """
+
+    def __init__(self, most: int, error: Exception) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._left, self._error = most, error
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, or raise where there were too many."""
+        self._left -= 1
+        if self._left < 0:
+            raise self._error
+        return function(*args, **(kwargs or {}))

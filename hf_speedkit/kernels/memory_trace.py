@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 _Kind = tuple[str, str, tuple[Any, ...]]
 
+_MOST_OPERATIONS = 10_000
+"""Of the forward pass of one layer of each kind, some ten seconds on fake tensors."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSettings:
@@ -153,6 +156,7 @@ def _record_calls(
     """What the model hands to the first layer of each kind for a packed row; the other layers do not run."""
     import torch
 
+    from hf_speedkit.kernels.live_bytes import OperationLimit
     from hf_speedkit.kernels.stand_ins import DOCUMENT_SLOTS, documents_of
 
     calls: dict[_Kind, tuple[Any, Any]] = {}
@@ -175,8 +179,13 @@ def _record_calls(
             continue
         calls[kind] = ((), {})
         hooks.append(layer.register_forward_hook(partial(_record, calls, outputs, kind), with_kwargs=True))
+    # One layer of each kind runs: some 100 operations each, a few thousand with a loop over blocks or experts.
+    most = max(_MOST_OPERATIONS, slots)
+    token_by_token = UntraceableError(
+        f"more than {most:,} operations for {slots:,} slots: a layer goes through its row token by token"
+    )
     try:
-        with torch.no_grad(), _autocast(settings):
+        with OperationLimit(most, token_by_token), torch.no_grad(), _autocast(settings):
             model.base_model(**row, use_cache=False)
     finally:
         for hook in hooks:

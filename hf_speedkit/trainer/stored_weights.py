@@ -6,6 +6,7 @@ from typing import Any
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.kernels.imports import is_installed
+from hf_speedkit.trainer.hardware import word_of
 
 _IN_16_BITS = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 """Methods that transformers can load in 16 bits, and the config that asks for it."""
@@ -35,9 +36,9 @@ def refuse_stored_quantized(
     stored = getattr(config, "quantization_config", None)
     if stored is None or given:
         return
-    of = stored.get if isinstance(stored, dict) else lambda name: getattr(stored, name, None)
-    method = str(getattr(of("quant_method"), "value", of("quant_method")) or "unknown")
-    if of("dequantize") or (method in _IN_16_BITS and _is_loaded_in_16_bits(method, capability)):
+    told = stored if isinstance(stored, dict) else vars(stored)
+    method = word_of(told.get("quant_method"))
+    if told.get("dequantize") or (method in _IN_16_BITS and _is_loaded_in_16_bits(method, capability)):
         return
     if method in _OWN_TRAINING or (adapted and method not in _NO_ADAPTERS):
         return

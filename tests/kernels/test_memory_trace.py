@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import hf_speedkit.kernels.stand_ins
 from hf_speedkit.core.memory_sizes import FP32_MASTER, LORA, PURE_BF16, QLORA, MemoryJob
-from hf_speedkit.kernels import saved_tensors
+from hf_speedkit.kernels import memory_trace, saved_tensors
 from hf_speedkit.kernels.live_bytes import LiveBytes
 from hf_speedkit.kernels.memory_trace import Adapters, TracedSizes, TraceSettings, UntraceableError, trace_memory
 from hf_speedkit.kernels.stand_ins import register_attention, stand_ins
@@ -244,6 +244,13 @@ def test_a_model_that_cannot_run_on_fake_tensors_says_so_once(monkeypatch):
     theirs.removeHandler(listener)
     assert reports == []  # torch's own would be twenty lines
     assert not theirs.disabled
+
+
+def test_a_layer_that_goes_token_by_token_is_given_up_and_not_waited_for(monkeypatch):
+    monkeypatch.setattr(memory_trace, "_MOST_OPERATIONS", 500)  # a Mamba's 8,192 slots took more than ten minutes
+    with pytest.raises(UntraceableError, match="token by token"):
+        trace_memory(AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=1), TraceSettings(tokens=T))
+    trace_memory(config_of("llama"), TraceSettings(tokens=T))
 
 
 def test_experts_in_one_tensor_are_not_packed_in_four_bits():
