@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding
 
-from hf_speedkit.core.errors import ConfigurationError
+from hf_speedkit.core.errors import ConfigurationError, DatasetError
 from hf_speedkit.packing.boundaries import IGNORE_INDEX
+from hf_speedkit.packing.row_rules import refuse_shifted_labels
 
 _ROWS = 4
 _PADS_LABELS = "DataCollatorForSeq2Seq(tokenizer, padding=True), which pads labels with -100"
@@ -101,6 +102,9 @@ def odd_targets(look: Look, ends: set[int]) -> str | None:
             evidence=(f"{joined} of {found} documents behind another one begin with a target ({kind})",),
             mend=mend,
         )
+    shifted = _shifted(batch)
+    if shifted:
+        return f"the data_collator, a {kind}: {shifted}; or let a compute_loss of your own shift nothing"
     padding = _trained_padding(batch) if pairs else 0
     if padding:
         return (
@@ -212,6 +216,20 @@ def _tensor(batch: Any, name: str) -> torch.Tensor | None:
     """A tensor [B, T] of a batch; None where there is none of that shape."""
     value = batch.get(name) if isinstance(batch, Mapping) else None
     return value if isinstance(value, torch.Tensor) and value.ndim == 2 else None
+
+
+def _shifted(batch: Any) -> str | None:
+    """What to say of labels that are the tokens after their own: models shift them (huggingface/transformers#32944)."""
+    ids, labels = _tensor(batch, "input_ids"), _tensor(batch, "labels")
+    if ids is None or labels is None or ids.shape != labels.shape or "shift_labels" in batch:
+        return None
+    ends = [int(line.nonzero()[-1]) + 1 if line.any() else 0 for line in labels != IGNORE_INDEX]  # padding follows
+    lines = zip(ids.tolist(), labels.tolist(), ends, strict=True)
+    try:
+        refuse_shifted_labels({"input_ids": row[:end], "labels": targets[:end]} for row, targets, end in lines)
+    except DatasetError as error:
+        return f"{error.what}; {error.evidence[0]}: {error.mend}"
+    return None
 
 
 def _trained_padding(batch: Any) -> int:

@@ -18,7 +18,7 @@ from transformers import (
 
 from hf_speedkit import KernelAssertionCallback, PackedCollator, SpeedSFTConfig, SpeedSFTTrainer, attach
 from hf_speedkit.core.errors import ConfigurationError, KernelAssertionError, PackingError
-from hf_speedkit.trainer.proof.collated import looked_at, odd_targets
+from hf_speedkit.trainer.proof.collated import Look, looked_at, odd_targets
 from hf_speedkit.trainer.proof.flattening import hidden_documents
 
 EOS = 1
@@ -130,6 +130,17 @@ def test_a_beginning_that_all_documents_have_is_no_leak_and_is_said():
     rows = [{"input_ids": [3, 4, EOS]}, {"input_ids": [3, 5, EOS]}]
     look = looked_at(SimpleNamespace(dataset=rows, collate_fn=lambda rows: end_to_end(rows, starts=None)))
     assert "trained on the first of the next, token 3" in odd_targets(look, {EOS})
+
+
+def test_v25_a_collator_that_shifts_labels_is_said():
+    rows = torch.tensor([[3, 4, 5, 6, 7, 8], [8, 9, 4, EOS, -100, -100]])
+    for given, said in (
+        ({"labels": rows[:, 1:]}, "6 of 6 targets are the token after their own"),
+        ({"labels": rows[:, :-1]}, "None"),
+        ({"labels": rows[:, 1:], "shift_labels": rows[:, 1:]}, "None"),
+    ):
+        batch = {"input_ids": rows[:, :-1].clamp(min=0), **given}
+        assert said in str(odd_targets(Look(None, [], batch), {EOS}))
 
 
 def test_what_is_drawn_for_the_look_is_drawn_again_in_training():
