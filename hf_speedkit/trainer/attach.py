@@ -15,6 +15,7 @@ from hf_speedkit.packing.collator import PackedCollator
 from hf_speedkit.trainer.installed_versions import warn_of_untested_versions
 from hf_speedkit.trainer.launching import sharded_states
 from hf_speedkit.trainer.metrics.returned_losses import ReturnedLosses
+from hf_speedkit.trainer.step.watched_loss import watch_loss
 from hf_speedkit.trainer.trackers import refuse_lone_readers
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> None:
     several calls. Rows that are packed already keep their `seq_lengths` where the collator is a PackedCollator; an
     exception out of `train` closes the recording of a TraceCallback. Where the installed stack is outside the tested
     range, rank 0 logs a warning that names it, and where the trainer has trained already one that nothing of that was
-    looked at.
+    looked at. So it does where a loss weighs a step's targets otherwise than one large batch would.
 
     Args:
         trainer: a transformers Trainer or any subclass, before `train()`.
@@ -152,6 +153,7 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> None:
     _link_tracing(listed)
     _close_recordings(trainer)
     _keep_lengths(trainer)
+    watch_loss(trainer)
 
 
 def _keep_lengths(trainer: Trainer) -> None:

@@ -23,7 +23,7 @@ _TOKENS = 16
 _TOLERANCE = {torch.float32: 2.0**-8}
 _COARSE_TOLERANCE = 2.0**-6
 
-_OWN_LOGITS = (
+OWN_LOGITS = (
     "compute_loss_func=lambda outputs, labels, num_items_in_batch: "
     "transformers.loss.loss_utils.ForCausalLMLoss(outputs.logits, labels, outputs.logits.shape[-1], num_items_in_batch)"
 )
@@ -178,5 +178,5 @@ def _other_logits(base: Any, evidence: str) -> ConfigurationError:
     return ConfigurationError(
         f"the loss head of {type(base).__name__} does not compute the loss of the model's own logits",
         evidence=(evidence,),
-        mend=_OWN_LOGITS,
+        mend=OWN_LOGITS,
     )
