@@ -17,17 +17,12 @@ from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.trainer.adapters import below_adapters
 from hf_speedkit.trainer.job_settings import refuse_no_model
 from hf_speedkit.trainer.proof.module_mode import in_mode
+from hf_speedkit.trainer.step.own_loss import OWN_LOGITS
 
 _TOKENS = 16
 # Of the largest logit: both ways round products of the same numbers, in fp32 perhaps through TF32 (11 bits).
 _TOLERANCE = {torch.float32: 2.0**-8}
 _COARSE_TOLERANCE = 2.0**-6
-
-OWN_LOGITS = (
-    "compute_loss_func=lambda outputs, labels, num_items_in_batch: "
-    "transformers.loss.loss_utils.ForCausalLMLoss(outputs.logits, labels, outputs.logits.shape[-1], num_items_in_batch)"
-)
-
 
 _TOKENIZER = "processing_class=AutoTokenizer.from_pretrained(...), of the model that is trained"
 

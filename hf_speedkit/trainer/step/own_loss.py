@@ -16,6 +16,12 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+OWN_LOGITS = (
+    "compute_loss_func=lambda outputs, labels, num_items_in_batch: "
+    "transformers.loss.loss_utils.ForCausalLMLoss(outputs.logits, labels, outputs.logits.shape[-1], num_items_in_batch)"
+)
+"""The setting by which a loss is made of the logits that the model gives, over all targets of a step."""
+
 _STAYS = 0.1
 """The change that is none: a loss that is divided as it should be changes by 0.5."""
 

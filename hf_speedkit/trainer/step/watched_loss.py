@@ -17,8 +17,7 @@ from transformers import Trainer
 from hf_speedkit.trainer.adapters import below_adapters
 from hf_speedkit.trainer.launching import sharded_states
 from hf_speedkit.trainer.metrics.observation import LabelRule
-from hf_speedkit.trainer.proof.head_proof import OWN_LOGITS
-from hf_speedkit.trainer.step.own_loss import asked, summands, warn_of_a_mean
+from hf_speedkit.trainer.step.own_loss import OWN_LOGITS, asked, summands, warn_of_a_mean
 
 logger = logging.getLogger(__name__)
 
