@@ -127,6 +127,13 @@ class KernelAssertionCallback(FirstStep):
             raise padded
         if args.device.type == "cpu":  # see `_on_a_cpu`
             warnings = [told.replace("Mend it:  pip", f"Mend it:  {_WITH_A_GPU}pip") for told in warnings]
+        if (
+            slots is not None and args.neftune_noise_alpha
+        ):  # transformers 5.23, integrations/neftune.py; `step/noise.py`
+            warnings.append(
+                "neftune_noise_alpha: the noise shrinks with the length of the whole row, so each document gets less "
+                "than it would alone; a SpeedSFTTrainer measures it by documents"
+            )
         for warning in (*warnings, *filter(None, [padded])):
             say(str(warning))
         return checks

@@ -68,10 +68,12 @@ def test_v45_packed_rows_that_step_1_would_refuse_are_refused_before_it_in_any_m
     trainer = plain_trainer(tmp_path, tiny_hybrid())
     trainer.args.packing = packing
     trainer.data_collator = collator or trainer.data_collator
+    trainer.args.neftune_noise_alpha = 5.0
     attach(trainer, KernelAssertionCallback(mode="warn", probe=False))
     if refused is None:
         trainer.train()
         assert "without return_seq_idx" in caplog.text
+        assert "the noise shrinks with the length of the whole row" in caplog.text
         return
     with pytest.raises(KernelAssertionError, match=f"{refused}.*(?s:.*)Mend it:  pip install(?s:.*)SpeedSFTTrainer"):
         trainer.train()

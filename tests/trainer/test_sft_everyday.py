@@ -331,8 +331,10 @@ def test_adapters_with_virtual_tokens_are_refused(tmp_path):
     class PromptTuningConfig:
         is_prompt_learning = True
 
+    model = tiny_llama()
+    model.active_peft_config = PromptTuningConfig()
     with pytest.raises(ConfigurationError, match="PromptTuningConfig puts virtual tokens before a row"):
-        trainer_for(tmp_path, peft_config=PromptTuningConfig())
+        trainer_for(tmp_path, model=model)
 
 
 def test_v32_a_head_that_does_more_than_its_weight_is_refused_with_a_loss_that_is_right(tmp_path):
