@@ -59,8 +59,10 @@ def trace(
 
 def _require_file(path: Path) -> None:
     if path.is_dir():
-        inside = sorted(str(one) for one in (*path.glob("*.json.gz"), *path.glob("traces/*.json.gz")))
-        hint = f"traces in it: {', '.join(inside[:8])}" if inside else "there is no .json.gz in it"
+        # .trace.json: torch's own tensorboard_trace_handler
+        names = [f"{place}*{end}" for place in ("", "traces/") for end in (".json.gz", ".trace.json")]
+        inside = sorted(str(one) for name in names for one in path.glob(name))
+        hint = f"traces in it: {', '.join(inside[:8])}" if inside else "there is no .json.gz or .trace.json in it"
         raise typer.BadParameter(f"{path} is a folder; {hint}", param_hint="FILE")
     if not path.is_file():
         raise typer.BadParameter(f"no such file: {path}", param_hint="FILE")

@@ -112,7 +112,7 @@ def test_several_files_are_ranks_of_one_job(tmp_path):
     ("arguments", "code", "words"),
     [
         (["none.json"], 2, "no such file"),
-        (["run"], 2, "run is a folder; traces in it: run/traces/a.json.gz"),
+        (["run"], 2, "run is a folder; traces in it: run/tb.pt.trace.json, run/traces/a.json.gz"),
         ([], 2, "Missing argument"),
         (["empty.json"], 1, "is empty"),
         (["text.json"], 1, "not a Chrome trace"),
@@ -127,6 +127,7 @@ def test_wrong_use_exits_2_and_a_damaged_file_1_with_an_instruction(tmp_path, mo
     (tmp_path / "empty.json").touch()
     (tmp_path / "run" / "traces").mkdir(parents=True)
     (tmp_path / "run" / "traces" / "a.json.gz").touch()
+    (tmp_path / "run" / "tb.pt.trace.json").touch()
     (tmp_path / "text.json").write_text("hello")
     (tmp_path / "list.json").write_text("[1, 2, 3]")
     small_trace().write(tmp_path / "small.json")
