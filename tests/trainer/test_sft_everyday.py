@@ -12,7 +12,7 @@ from transformers.models.mixtral import modeling_mixtral
 
 from hf_speedkit import SpeedSFTConfig, SpeedSFTTrainer
 from hf_speedkit.core.errors import ConfigurationError, DatasetError, NonFiniteError
-from hf_speedkit.trainer.proof.head_proof import probe_tokens, prove_loss_head
+from hf_speedkit.trainer.proof.head_proof import probe_tokens, prove_loss_head, refuse_other_models
 from hf_speedkit.trainer.proof.module_mode import in_mode
 from hf_speedkit.trainer.step.expert_balance import without_padding
 from hf_speedkit.trainer.step.own_loss import summands, warn_of_a_mean
@@ -382,6 +382,19 @@ def test_v32_a_head_of_another_width_is_told_as_one():
     tokens = {"input_ids": probe_tokens(model, torch.device("cpu"))}
     with pytest.raises(ConfigurationError, match="its output layer does not take the hidden states"):
         prove_loss_head(model, model, tokens, dtype=None, own=False)
+
+
+def test_a_model_that_torch_compile_has_wrapped_is_refused_since_it_would_be_saved_under_other_names():
+    class Compiled(torch.nn.Module):  # torch.compile's own would import its compiler: 3 s
+        def __init__(self, module):
+            super().__init__()
+            self._orig_mod = module
+
+    model = tiny_llama()
+    refuse_other_models(model, tiny_tokenizer())
+    model.model.layers[1] = Compiled(model.model.layers[1])
+    with pytest.raises(ConfigurationError, match=r"layers.1._orig_mod.*\n.*torch_compile=True"):
+        refuse_other_models(model, tiny_tokenizer())
 
 
 @pytest.mark.parametrize("kind", ["an encoder and a decoder", "no causal language model", "return_dict=False"])

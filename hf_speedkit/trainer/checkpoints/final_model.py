@@ -77,6 +77,22 @@ def require_room_at_end(trainer: SafeCheckpoints) -> None:
         agree(lambda: require_space(Path(args.output_dir), size, what=_NAME) if args.should_save else None)
 
 
+def loadable_names(model: torch.nn.Module, state: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
+    """Weights under the names that a loader looks for, where torch.compile has wrapped the model.
+
+    accelerate 1.15 leaves the trainer such a wrapper of a model that FSDP2 shards: 21 of 21 saved names began with
+    `_orig_mod.`, and from_pretrained would have drawn every weight anew.
+
+    Args:
+        model: the trainer's.
+        state: what is to be saved; None for all of the model, as Trainer has it.
+    """
+    if not any("_orig_mod." in name for name, _ in model.named_parameters()):
+        return state
+    saved = model.state_dict() if state is None else state
+    return {name.replace("_orig_mod.", ""): tensor for name, tensor in saved.items()}
+
+
 def _alone(act: Callable[[], None]) -> None:
     act()
 

@@ -25,7 +25,7 @@ from hf_speedkit.trainer.checkpoints.export import (
     needs_all_ranks,
 )
 from hf_speedkit.trainer.checkpoints.files import checked_files, files_of
-from hf_speedkit.trainer.checkpoints.final_model import save_final_model
+from hf_speedkit.trainer.checkpoints.final_model import loadable_names, save_final_model
 from hf_speedkit.trainer.checkpoints.folder import (
     UNFINISHED_NAME,
     checkpoint_bytes,
@@ -217,6 +217,9 @@ class SafeCheckpoints(StreamedBatches):
         if needs_all_ranks(self):
             self.startup.call(self._final_save)
         save_final_model(self, Path(output_dir or self.args.output_dir), plain=super().save_model)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, loadable_names(self.model, state_dict))
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's end, which with save_total_limit=1 deletes all but the best checkpoint (5.23, trainer.py:2023).

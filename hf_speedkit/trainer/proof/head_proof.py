@@ -49,6 +49,13 @@ def refuse_other_models(model: Any, processing_class: Any = None) -> None:
         raise ConfigurationError(
             "there is no tokenizer, and the model was not loaded from anywhere that has one", mend=_TOKENIZER
         )
+    wrapped = next((name for name, _ in model.named_parameters() if "_orig_mod." in name), None)
+    if wrapped is not None:
+        raise ConfigurationError(
+            "torch.compile has wrapped the model, and its weights would be saved under names that no loader looks for",
+            evidence=(f"{wrapped}: of such a file from_pretrained, and peft, draw the weights anew",),
+            mend="pass the model as it was, with torch_compile=True; or compile it in place: model.compile()",
+        )
     name = type(below_adapters(model)).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise ConfigurationError(

@@ -93,7 +93,8 @@ def add_loss_head(model: PreTrainedModel) -> None:
             raise RuntimeError(
                 "the output layer's weight is sharded while the loss reads it, so that each rank would train its own "
                 "part on its own documents. Let accelerate put it into its [final norm, output layer] group "
-                "(fsdp_version: 2, transformer_layer_cls_to_wrap), or set loss_head=trl and check the gradients"
+                "(fsdp_version: 2, transformer_layer_cls_to_wrap); with adapters leave torch_compile out; or set "
+                "loss_head=trl and check the gradients"
             )
         targets = labels.flatten().index_select(0, target_positions + 1)
         sums = target_sums(hidden.flatten(0, 1).index_select(0, target_positions), weight, targets)

@@ -40,6 +40,25 @@ def test_auto_stores_what_a_run_computes_in_and_a_whole_model_is_saved_by_one_ra
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype="auto").dtype == stored
 
 
+class _Compiled(torch.nn.Module):
+    """Names weights as the wrapper of torch.compile does, which would import its compiler for 3 s."""
+
+    def __init__(self, model):
+        super().__init__()
+        self._orig_mod = model
+
+
+@pytest.mark.parametrize("internal", [True, False], ids=["checkpoint", "final"])
+def test_weights_of_a_model_that_accelerate_has_compiled_are_saved_under_the_names_that_loaders_look_for(
+    tmp_path, internal
+):
+    trainer = small(tmp_path, save_strategy="no", export_dtype="stored" if internal else "float16")
+    names = set(dict(trainer.model.named_parameters()))
+    trainer.model = _Compiled(trainer.model)  # as it is left under FSDP2
+    trainer.save_model(str(tmp_path / "final"), _internal_call=internal)
+    assert set(load_file(tmp_path / "final" / "model.safetensors")) == names
+
+
 @pytest.mark.parametrize("spread", ["FSDP", "DeepSpeed", None])
 def test_only_a_model_that_is_spread_over_the_ranks_calls_the_roll(tmp_path, monkeypatch, spread):
     trainer = small(tmp_path, export_dtype="bfloat16")
