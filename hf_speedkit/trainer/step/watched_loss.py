@@ -42,7 +42,10 @@ def watch_loss(trainer: Trainer) -> None:
     own = callable(trainer.compute_loss_func) or not owner.startswith(("transformers.", "trl."))
     if not own and owner in _TOKEN_LOSSES and not trainer.model_accepts_loss_kwargs:
         _warn_of_equal_weights(trainer, model)
-    elif own or (owner in _TOKEN_LOSSES and not type(model).__module__.startswith("transformers.")):
+        return
+    if not own and owner == "transformers.trainer":
+        _warn_of_added_balance(trainer, model)
+    if own or (owner in _TOKEN_LOSSES and not type(model).__module__.startswith("transformers.")):
         _ask_once(trainer, function=owner in _TOKEN_LOSSES and trainer.compute_loss_func is not None)
 
 
@@ -55,6 +58,23 @@ def _warn_of_equal_weights(trainer: Trainer, model: Any) -> None:
             "ranks) weigh the same however few they hold, so loss and gradients depend on how a step is split. A loss "
             "over all targets of the step: Trainer(%s)",
             type(model).__name__, count, OWN_LOGITS,
+        )  # fmt: skip
+
+
+def _warn_of_added_balance(trainer: Trainer, model: Any) -> None:
+    """A mixture of experts adds its balancing loss, a mean, to each micro-batch's share of the step's: with 4 of them a
+    loss of 6.19 was logged as 12.28. TRL's trainer divides it."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    weight = getattr(config, "router_aux_loss_coef", 0.0) if getattr(config, "output_router_logits", False) else 0.0
+    args = trainer.args
+    count = args.gradient_accumulation_steps * (args.world_size if args.average_tokens_across_devices else 1)
+    if weight and count > 1 and trainer.is_world_process_zero():
+        logger.warning(
+            "the loss that balances experts counts %d times: it is added in every micro-batch of a step "
+            "(gradient_accumulation_steps, ranks), and only the loss of the tokens is divided by all of them. "
+            "from_pretrained(..., router_aux_loss_coef=%s) makes up for it",
+            count, f"{weight / count:g}",
         )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import plain_trainer
 import pytest
 import torch
 from support import tiny_llama
-from transformers import LlamaForCausalLM, Trainer
+from transformers import LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_speedkit import ThroughputCallback, attach
@@ -33,6 +33,12 @@ def mean_of(outputs, labels, num_items_in_batch=None):
 
 
 MEAN, EQUAL = "2 losses a step are added up", "the 2 of a step (gradient_accumulation_steps, ranks) weigh the same"
+BALANCE = "counts 2 times"
+SAID = (MEAN, EQUAL, BALANCE)
+EXPERTS = Qwen3MoeConfig(
+    vocab_size=64, hidden_size=16, moe_intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=2, head_dim=8, num_experts=2, num_experts_per_tok=1, output_router_logits=True,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -43,9 +49,18 @@ MEAN, EQUAL = "2 losses a step are added up", "the 2 of a step (gradient_accumul
         ({"model": TakesNoCount(tiny_llama().config)}, EQUAL),
         ({"kind": Mean, "model": TakesNoCount(tiny_llama().config)}, None),  # transformers divides by the micro-batches
         ({}, None),
+        ({"model": Qwen3MoeForCausalLM(EXPERTS)}, BALANCE),
         ({"gradient_accumulation_steps": 1, "model": TakesNoCount(tiny_llama().config)}, None),
     ],
-    ids=["a mean", "over the step", "no count taken", "a mean without a count", "the model's own", "one micro-batch"],
+    ids=[
+        "a mean",
+        "over the step",
+        "no count taken",
+        "a mean without a count",
+        "the model's own",
+        "experts",
+        "one micro-batch",
+    ],
 )
 def test_v25_losses_that_weigh_a_steps_targets_otherwise_are_told_beside_a_plain_trainer(tmp_path, caplog, given, said):
     trainer = plain_trainer.make_trainer(tmp_path, **{"max_steps": 1, "gradient_accumulation_steps": 2, **given})
@@ -53,7 +68,7 @@ def test_v25_losses_that_weigh_a_steps_targets_otherwise_are_told_beside_a_plain
     attach(trainer, callback)
     attach(trainer, callback)
     trainer.train()
-    assert [caplog.text.count(one) for one in (MEAN, EQUAL)] == [one == said for one in (MEAN, EQUAL)]
+    assert [caplog.text.count(one) for one in SAID] == [one == said for one in SAID]
 
 
 def test_v25_a_function_is_asked_without_another_forward_pass(tmp_path, caplog):
