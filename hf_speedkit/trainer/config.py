@@ -245,7 +245,7 @@ class SpeedSFTConfig(SFTConfig):  # type: ignore[misc]
         metadata={"help": f"Weights that save_model writes: {', '.join(EXPORTS)}.", "choices": list(EXPORTS)},
     )
     stop_signals: list[str] = field(
-        default_factory=lambda: ["SIGTERM", "SIGUSR1"],
+        default_factory=lambda: ["SIGTERM", "SIGUSR1", "SIGHUP"],
         metadata={"help": "Signals on which a checkpoint is written and training ends."},
     )
     logging_nan_inf_filter: bool = field(

@@ -13,8 +13,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import stat
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.synchronize import Event
@@ -27,6 +28,7 @@ from hf_speedkit.trainer.ranks.agreement import runs_alone
 
 # Counts of target tokens stay far below: 2**40 of them in one step would be 4 TiB of ids.
 _FLAG_BIT = 40
+_HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none
 
 
 class StopSignal:
@@ -48,6 +50,7 @@ class StopSignal:
         self._heard: list[signal.Signals] | None = None
         self._flags: torch.Tensor | None = None
         self._arrived: Any = None
+        self._launcher: int | None = None
 
     @contextmanager
     def installed(self, wanted: bool = True) -> Iterator[None]:
@@ -55,6 +58,7 @@ class StopSignal:
         self.received = self.stopped_by = self._flags = self._arrived = None
         # From the settings alone: all ranks must agree on what their numbers carry.
         self._wanted = wanted and bool(self._numbers)
+        self._launcher = os.getppid() if started_alone_by_accelerate(os.environ) else None
         self._ended.clear()
         try:
             yield
@@ -100,6 +104,8 @@ class StopSignal:
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         self.received = self.received or signal.Signals(number).name
+        if number == _HANGUP:
+            leave_terminal()
 
     @contextmanager
     def riding_on(self, accelerator: Any) -> Iterator[None]:
@@ -153,6 +159,8 @@ class StopSignal:
         if not self._wanted:
             return False
         if runs_alone():
+            if self._launcher is not None and os.getppid() != self._launcher:
+                self.received = self.received or "the end of accelerate launch"
             return self.received is not None
         if self._flags is not None:
             if self._arrived is not None and not self._arrived.query():
@@ -167,6 +175,36 @@ class StopSignal:
     def note_stop(self) -> None:
         """Training ends here."""
         self.stopped_by = self.received or "a signal on another rank"
+
+
+def started_alone_by_accelerate(environment: Mapping[str, str]) -> bool:
+    """Whether `accelerate launch` started this process alone.
+
+    Of one process it hands no signal on: told to end it is gone, and the process would train on, seen by nobody
+    (accelerate 1.15, commands/launch.py:997). Several are torchrun's, which hands signals on.
+    """
+    return "ACCELERATE_MIXED_PRECISION" in environment and "TORCHELASTIC_RUN_ID" not in environment
+
+
+def leave_terminal(streams: Sequence[int] = (1, 2)) -> None:
+    """Send what this process writes to nowhere where its terminal is gone: every write, a progress bar's, would raise.
+
+    So is a pipe's: its reader (`| tee log`) gets the signal as well. A file stays, and so does a terminal that is still
+    there, as after `kill -HUP`.
+
+    Args:
+        streams: file descriptors.
+    """
+    for stream in streams:
+        gone = stat.S_ISFIFO(os.fstat(stream).st_mode)
+        try:
+            os.write(stream, b"" if gone else b"\n")
+        except OSError:
+            gone = True
+        if gone:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream)
+            os.close(nowhere)
 
 
 def _ignore_while_training(

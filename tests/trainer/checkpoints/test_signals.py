@@ -13,7 +13,7 @@ from test_sft import Recorder
 from transformers import TrainerCallback
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_training_with_a_whole_checkpoint_and_the_resumed_run_is_the_uninterrupted_one(
     tmp_path, run, number, caplog
 ):

@@ -1,9 +1,12 @@
 """The flags that ride on the count of target tokens."""
 
+import os
+import pty
+
 import pytest
 import torch
 
-from hf_speedkit.trainer.ranks.stop_signal import StopSignal
+from hf_speedkit.trainer.ranks.stop_signal import StopSignal, leave_terminal
 
 
 class OtherRanks:
@@ -55,3 +58,45 @@ def test_a_gather_that_somebody_has_put_there_comes_back():
     with pytest.raises(ZeroDivisionError), signal.installed(), signal.riding_on(accelerator):
         raise ZeroDivisionError
     assert accelerator.gather(torch.tensor(3)).tolist() == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("variables", "ends"),
+    [
+        (["ACCELERATE_MIXED_PRECISION"], True),
+        (["ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"], False),
+        ([], False),
+    ],
+)
+def test_a_process_whose_accelerate_launch_is_gone_ends_for_that_launcher_hands_no_signal_on(
+    monkeypatch, variables, ends
+):
+    for name in ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name in variables:
+        monkeypatch.setenv(name, "no")
+    signal = StopSignal(["SIGTERM"])
+    with signal.installed():
+        assert not signal.agreed()
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+        assert signal.agreed() is ends
+    assert signal.received == ("the end of accelerate launch" if ends else None)
+
+
+def test_what_is_printed_behind_a_lost_connection_goes_nowhere_and_a_file_keeps_it(tmp_path):
+    master, terminal = pty.openpty()
+    os.close(master)
+    reader, pipe = os.pipe()
+    os.close(reader)
+    file = os.open(tmp_path / "log", os.O_CREAT | os.O_WRONLY)
+    try:
+        for lost in (terminal, pipe):
+            with pytest.raises(OSError, match=r"Input/output|Broken pipe"):
+                os.write(lost, b"a progress bar")
+        leave_terminal([terminal, pipe, file])
+        for stream in (terminal, pipe, file):
+            os.write(stream, b"a progress bar")
+    finally:
+        for stream in (terminal, pipe, file):
+            os.close(stream)
+    assert (tmp_path / "log").read_text().strip() == "a progress bar"
