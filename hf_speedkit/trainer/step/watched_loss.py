@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 _TOKEN_LOSSES = ("transformers.trainer", "trl.trainer.sft_trainer")
 """Whose `compute_loss` is the model's own, or that of a `compute_loss_func`."""
+_PACKAGES = ("transformers.", "trl.")
 _WATCHED = "_speedkit_watches_loss"
 
 
@@ -37,9 +38,13 @@ def watch_loss(trainer: Trainer) -> None:
     if _WATCHED in vars(trainer) or any(kind.__module__.startswith("hf_speedkit.") for kind in kinds):
         return
     vars(trainer)[_WATCHED] = True
-    owner = next(kind.__module__ for kind in kinds if "compute_loss" in vars(kind))
+    owner, stepping = (
+        next(kind.__module__ for kind in kinds if name in vars(kind)) for name in ("compute_loss", "training_step")
+    )
+    if not stepping.startswith(_PACKAGES):
+        return  # adds up and divides as it likes
     model = below_adapters(getattr(trainer.model, "_orig_mod", trainer.model))  # without torch.compile
-    own = callable(trainer.compute_loss_func) or not owner.startswith(("transformers.", "trl."))
+    own = callable(trainer.compute_loss_func) or not owner.startswith(_PACKAGES)
     if not own and owner in _TOKEN_LOSSES and not trainer.model_accepts_loss_kwargs:
         _warn_of_equal_weights(trainer, model)
         return
@@ -81,6 +86,9 @@ def _warn_of_added_balance(trainer: Trainer, model: Any) -> None:
 def _ask_once(trainer: Trainer, *, function: bool) -> None:
     if summands(trainer) == 1 or (sharded_states(trainer.args) and not function):
         return  # where weights are gathered all ranks must call the model as often
+    code = getattr(trainer.compute_loss_func if function else type(trainer).compute_loss, "__code__", None)
+    if code is not None and any(name.endswith("gradient_accumulation_steps") for name in code.co_names):
+        return  # a mean that is divided by them
     compute = trainer.compute_loss
 
     @wraps(compute)

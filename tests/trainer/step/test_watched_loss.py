@@ -19,6 +19,11 @@ class Mean(Trainer):
         return None
 
 
+class DividedMean(Mean):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs) / self.args.gradient_accumulation_steps
+
+
 class OverTheStep(Mean):
     def items(self, number):
         return number
@@ -45,6 +50,7 @@ EXPERTS = Qwen3MoeConfig(
     ("given", "said"),
     [
         ({"kind": Mean}, MEAN),
+        ({"kind": DividedMean}, None),
         ({"kind": OverTheStep}, None),
         ({"model": TakesNoCount(tiny_llama().config)}, EQUAL),
         ({"kind": Mean, "model": TakesNoCount(tiny_llama().config)}, None),  # transformers divides by the micro-batches
@@ -53,15 +59,10 @@ EXPERTS = Qwen3MoeConfig(
         ({"gradient_accumulation_steps": 1, "model": TakesNoCount(tiny_llama().config)}, None),
     ],
     ids=[
-        "a mean",
-        "over the step",
-        "no count taken",
-        "a mean without a count",
-        "the model's own",
-        "experts",
-        "one micro-batch",
+        "a mean", "a mean divided", "over the step", "no count taken", "a mean without a count", "the model's own",
+        "experts", "one micro-batch",
     ],
-)
+)  # fmt: skip
 def test_v25_losses_that_weigh_a_steps_targets_otherwise_are_told_beside_a_plain_trainer(tmp_path, caplog, given, said):
     trainer = plain_trainer.make_trainer(tmp_path, **{"max_steps": 1, "gradient_accumulation_steps": 2, **given})
     callback = ThroughputCallback()
