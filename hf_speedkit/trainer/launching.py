@@ -24,8 +24,8 @@ _REPLICAS, _SHARDS = "PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "PARALLELISM_CONFIG
 def announce_sharding(settings: Mapping[str, object], environment: MutableMapping[str, str] | None = None) -> None:
     """Say in the environment that the job is sharded, and how; call it before TrainingArguments are made.
 
-    accelerate 1.15 reads ACCELERATE_USE_FSDP when the process group starts: with FULL_STATE_DICT it starts a gloo group
-    beside NCCL, for tensors in host memory (state.py:228). What the launcher has set already is kept.
+    accelerate 1.15 reads ACCELERATE_USE_FSDP when the process group starts: with FULL_STATE_DICT or CPU offload it
+    starts a gloo group beside NCCL, for tensors in host memory (state.py:228). What the launcher has set is kept.
 
     Args:
         settings: the job's settings by their names in the YAML file. Read here: `fsdp`, `fsdp_config`, `use_cpu` and
@@ -49,6 +49,8 @@ def announce_sharding(settings: Mapping[str, object], environment: MutableMappin
     environment.setdefault("ACCELERATE_USE_FSDP", "true")
     environment.setdefault("FSDP_VERSION", str(config.get("version", 2)))
     environment.setdefault("FSDP_STATE_DICT_TYPE", str(config.get("state_dict_type", "FULL_STATE_DICT")))
+    if is_on(config.get("cpu_offload")):
+        environment.setdefault("FSDP_OFFLOAD_PARAMS", "true")
     if hybrid and _REPLICAS not in environment:
         if local == 1:
             raise ConfigurationError(

@@ -31,6 +31,8 @@ def test_a_sharded_job_says_so_before_the_process_group_stands():
     assert said == {
         "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
     }  # fmt: skip
+    offloaded = {**JOB, "fsdp_config": {"cpu_offload": True}}  # its clipping needs gloo beside NCCL
+    assert announced(offloaded, dict(TWO_HOSTS))["FSDP_OFFLOAD_PARAMS"] == "true"
 
 
 @pytest.mark.parametrize(

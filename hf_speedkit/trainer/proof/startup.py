@@ -10,6 +10,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from transformers import IntervalStrategy, TrainerControl, TrainerState, TrainingArguments
 
 from hf_speedkit.core.errors import IsolationError, PackingError, SpeedkitError
@@ -35,7 +36,12 @@ from hf_speedkit.trainer.ranks.alike import refuse_unlike, surroundings, weight_
 from hf_speedkit.trainer.ranks.roll_call import RollCall
 from hf_speedkit.trainer.ranks.watch import RankWatch
 from hf_speedkit.trainer.sharded.communication import corrected_gathers
-from hf_speedkit.trainer.sharded.preflight import check_wrap_class, preflight, refuse_sharded_four_bits
+from hf_speedkit.trainer.sharded.preflight import (
+    check_wrap_class,
+    preflight,
+    refuse_offload_without_host_group,
+    refuse_sharded_four_bits,
+)
 from hf_speedkit.trainer.sharded.prepared import loaded_weights
 from hf_speedkit.trainer.step.loss_head import complete_head
 from hf_speedkit.trainer.step.noise import document_noise
@@ -66,6 +72,7 @@ class StartupProof(FirstStep):
         plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
         check_wrap_class(trainer.model, plugin)
         refuse_sharded_four_bits(trainer.model, plugin)
+        refuse_offload_without_host_group(plugin, dist.get_backend_config() if dist.is_initialized() else "")
         complete_head(trainer.model)
         self._loaded = loaded_weights(trainer.model)
         shards_its_own = trainer.is_fsdp_enabled and plugin is not None and not plugin.cpu_ram_efficient_loading

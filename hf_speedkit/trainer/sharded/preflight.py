@@ -122,6 +122,29 @@ def refuse_sharded_four_bits(model: Any, plugin: Any) -> None:
     )
 
 
+def refuse_offload_without_host_group(plugin: Any, backends: str) -> None:
+    """Refuse weights in host memory where ranks can exchange nothing that lies there: step 1 would end at the clipping.
+
+    "No backend type associated with device type cpu" (axolotl issue 3058, pytorch issue 148532). accelerate starts gloo
+    beside NCCL where the environment says so when the process group starts, which `fsdp_config` alone does not.
+
+    Args:
+        plugin: accelerate's FullyShardedDataParallelPlugin, or None.
+        backends: torch.distributed.get_backend_config(); empty for one process.
+
+    Raises:
+        ConfigurationError: with the variables to set.
+    """
+    if not backends or "cpu:" in backends or type(getattr(plugin, "cpu_offload", None)).__name__ != "CPUOffloadPolicy":
+        return
+    raise ConfigurationError(
+        "cpu_offload keeps weights and gradients in host memory, and the ranks have no way to exchange what lies there",
+        evidence=(f"the process group was started with {backends}: clipping would fail in step 1",),
+        mend="export ACCELERATE_USE_FSDP=true FSDP_VERSION=2 FSDP_OFFLOAD_PARAMS=true before the job starts, as "
+        "accelerate launch with fsdp_offload_params: true does",
+    )
+
+
 def _judged(trainer: SpeedSFTTrainer, loaded: LoadedWeights) -> tuple[Any, tuple[Finding, ...]]:
     model = prepared_model(trainer, loaded)
     findings = judge(model)

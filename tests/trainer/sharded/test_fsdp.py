@@ -27,14 +27,18 @@ from fsdp_run import (
 from rank_processes import start_ranks
 from support import tiny_hybrid, tiny_llama
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from zero_copy_run import Tower
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.trainer.sharded.ahead import reentrant as reason_to_wait
 from hf_speedkit.trainer.sharded.communication import _one_memory, corrected_gathers
 from hf_speedkit.trainer.sharded.gradient_memory import ReduceScatterInOneMemory
-from hf_speedkit.trainer.sharded.preflight import check_wrap_class, refuse_sharded_four_bits
+from hf_speedkit.trainer.sharded.preflight import (
+    check_wrap_class,
+    refuse_offload_without_host_group,
+    refuse_sharded_four_bits,
+)
 from hf_speedkit.trainer.sharded.prepared import loaded_weights, peak_host_growth
 from hf_speedkit.trainer.sharded.units import decoder_layers
 
@@ -268,6 +272,24 @@ def test_four_bit_weights_that_fsdp2_would_cut_are_refused_and_others_pass(dtype
         return
     with pytest.raises(ConfigurationError, match="leave bnb_4bit_quant_storage out"):
         refuse_sharded_four_bits(model, SimpleNamespace(fsdp_version=version))
+
+
+@pytest.mark.parametrize(
+    ("policy", "backends", "refused"),
+    [
+        (CPUOffloadPolicy(), "cuda:nccl", 1),
+        (CPUOffloadPolicy(), "cpu:gloo,cuda:nccl", 0),
+        (CPUOffloadPolicy(), "", 0),
+        (OffloadPolicy(), "cuda:nccl", 0),
+    ],
+    ids=["offloads", "with gloo", "one process", "stays"],
+)
+def test_weights_on_the_host_need_a_group_that_exchanges_what_lies_there(policy, backends, refused):
+    if not refused:
+        refuse_offload_without_host_group(SimpleNamespace(cpu_offload=policy), backends)
+        return
+    with pytest.raises(ConfigurationError, match="FSDP_OFFLOAD_PARAMS=true before the job starts"):
+        refuse_offload_without_host_group(SimpleNamespace(cpu_offload=policy), backends)
 
 
 def test_fewer_than_one_layer_ahead_is_refused():
