@@ -10,6 +10,7 @@ from kernel_models import tiny_model
 from transformers import AttentionInterface, AutoConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
 from hf_speedkit.core.errors import ConfigurationError, KernelAssertionError
 from hf_speedkit.core.records import KernelCheck, KernelVerdict
@@ -285,6 +286,20 @@ def test_a_config_that_asks_for_an_absent_flash_attention_is_blocked():
     (check,) = check_kernels(config)
     assert (check.verdict, check.layers) == (KernelVerdict.BLOCKED, 32)
     assert "`flash_attn` is not installed" in check.reason
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict"), [(KERNELS_MIN_VERSION, KernelVerdict.UNVERIFIED), ("0.1.0", KernelVerdict.BLOCKED)]
+)
+def test_v46_a_flash_attention_that_transformers_takes_from_the_hub_instead_is_not_refused(
+    tmp_path, monkeypatch, version, verdict
+):
+    (tmp_path / "kernels-0.dist-info").mkdir()
+    (tmp_path / "kernels-0.dist-info" / "METADATA").write_text(f"Name: kernels\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (check,) = check_kernels(AutoConfig.for_model("llama", attn_implementation="flash_attention_3"))
+    assert check.verdict is verdict
+    assert ("kernels-community/" in check.evidence) == (verdict is KernelVerdict.UNVERIFIED)
 
 
 @pytest.mark.parametrize(
