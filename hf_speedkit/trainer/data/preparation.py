@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from datetime import datetime
 from functools import partial
 from json import JSONDecodeError
 from typing import Any, Self
@@ -43,6 +44,7 @@ from hf_speedkit.trainer.data.raw_rows import (
     is_pair,
     one_format,
 )
+from hf_speedkit.trainer.data.template_day import day_of_run, on_day, writes_the_day
 from hf_speedkit.trainer.data.templates import MaskCheck, TemplateChecks, log_example
 from hf_speedkit.trainer.precision_rules import refuse_half_weights
 from hf_speedkit.trainer.ranks.agreement import agree, gather_agreed
@@ -59,6 +61,8 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
 
     _reports: dict[str, DocumentReport]
     completion_only_loss: bool
+    chat_template: Any
+    template_day: datetime | None = None
     _prepared: Any
     train_dataset: Any
 
@@ -95,6 +99,8 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
         if not tokenized and not conversational and args.dataset_text_field in columns:
             self._require_end_token()
         found = None if streaming else len(dataset)
+        own_template = getattr(processing_class, "chat_template", None)
+        self._settle_day(args, own_template)
         checks = TemplateChecks(
             self._tokenizer,
             self.chat_template,
@@ -103,6 +109,7 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
             processor=processing_class,
             answers_only=args.assistant_only_loss,
             text_field=args.dataset_text_field,
+            inference_template=None if self.template_day is None else on_day(own_template, self.template_day),
         )
         checks.before(dataset, name)
         with self._masking(args, columns):
@@ -123,6 +130,16 @@ class PreparedDatasets(SFTTrainer):  # type: ignore[misc]
         dataset, report = self._documents(dataset, args, masks)
         self._reports.setdefault(name, report)  # "train" is the first of that name: an evaluation set may have it too
         return dataset
+
+    def _settle_day(self, args: SpeedSFTConfig, own: Any) -> None:
+        """Write the day on which the run was begun, the same on all ranks, where the template writes that of its use.
+
+        TRL renders with `chat_template` whatever it saves with the model.
+        """
+        template = self.chat_template or own
+        if self.template_day is None and writes_the_day(template):
+            self.template_day = min(gather_agreed(partial(day_of_run, args)))
+            self.chat_template = on_day(template, self.template_day)
 
     def _documents(self, dataset: Dataset, args: SpeedSFTConfig, masks: MaskCheck) -> tuple[Dataset, DocumentReport]:
         """What of a tokenized dataset can be packed, counted and shown."""

@@ -67,6 +67,7 @@ class TemplateChecks:
         processor: what TRL renders with, where that is more than the tokenizer.
         answers_only: `assistant_only_loss` was asked for.
         text_field: column of plain text.
+        inference_template: what inference renders with, where it is not the tokenizer's own.
     """
 
     tokenizer: Any
@@ -77,6 +78,7 @@ class TemplateChecks:
     processor: Any = None
     answers_only: bool = False
     text_field: str = "text"
+    inference_template: str | None = None
 
     def before(self, dataset: Dataset | IterableDataset, name: str) -> None:
         """Look at the first conversations as they will be rendered.
@@ -188,9 +190,8 @@ class TemplateChecks:
         return named_failure(dataset, self._train)
 
     def _blank(self, dataset: Dataset | IterableDataset, sample: list[Any], name: str) -> list[str]:
-        if isinstance(dataset, Dataset):
-            return blank_contents(dataset, name, self.text_field)
-        return blank_answers(sample, name)
+        whole = isinstance(dataset, Dataset)
+        return blank_contents(dataset, name, self.text_field) if whole else blank_answers(sample, name)
 
     def _refuse(self, check: Any, name: str) -> Any:
         try:
@@ -205,14 +206,13 @@ class TemplateChecks:
         return self._render(messages, chat_template=self.training_template, **arguments)
 
     def _infer(self, messages: Messages, **arguments: Any) -> str:
-        return self._render(messages, **arguments)
+        return self._render(messages, chat_template=self.inference_template, **arguments)
 
     def _render(self, messages: Messages, **arguments: Any) -> str:
         renderer = self.tokenizer
         if isinstance(self.processor, ProcessorMixin):  # of images, whose templates take contents in parts: as TRL does
             renderer, messages = self.processor, prepare_multimodal_messages(list(messages))
-        text: str = renderer.apply_chat_template(messages, tokenize=False, **arguments)
-        return text
+        return str(renderer.apply_chat_template(messages, tokenize=False, **arguments))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from hf_speedkit.trainer.attach import refuse_second
 from hf_speedkit.trainer.before_loading import loading_settings
 from hf_speedkit.trainer.data.document_ends import end_tokens
 from hf_speedkit.trainer.data.resume import compare_documents, data_of_rank, padded_order, refuse_ranks_apart
+from hf_speedkit.trainer.data.template_day import DAY_KEY
 from hf_speedkit.trainer.kernel_callback import activation_dtype, packed_slots
 from hf_speedkit.trainer.metrics.saved_totals import load_totals
 from hf_speedkit.trainer.number_rules import warn_of_long_warmup
@@ -151,6 +152,8 @@ class StartupProof(FirstStep):
             streamed=trainer.stream is not None,
             padded=None if trainer.packing_active else padded_order(trainer.args, trainer.train_dataset),
         )
+        if trainer.template_day is not None:
+            state.stateful_callbacks[DAY_KEY] = trainer.template_day.isoformat()
         return data_of_rank(state, trainer.eval_dataset)
 
     def prove(self) -> None:
