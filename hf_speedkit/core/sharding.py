@@ -77,6 +77,7 @@ class PreparedModel:
         train_slots, eval_slots: positions of one forward pass; None where rows have no fixed length.
         loads_once: whether one rank was to read the checkpoint for all (`cpu_ram_efficient_loading`).
         weight_bytes: all parameters as they were loaded.
+        quantized: the frozen weights are stored in 8 or 4 bits.
     """
 
     ranks: int
@@ -98,6 +99,7 @@ class PreparedModel:
     train_slots: int | None = None
     eval_slots: int | None = None
     loads_once: bool = False
+    quantized: bool = False
 
 
 def judge(model: PreparedModel) -> tuple[Finding, ...]:
@@ -294,7 +296,9 @@ def _low_precision(model: PreparedModel) -> Finding | None:
         severity=Severity.NOTE,
         message="weights are held in bfloat16: an update of less than 1/512 of a weight rounds away",
         evidence=(),
-        advice="bf16=True holds them in fp32, for twice the memory"
+        advice="TRL holds adapters of a quantized model so; beside weights in 16 bits (no load_in_4bit) they are in fp32"
+        if model.quantized
+        else "bf16=True holds them in fp32, for twice the memory"
         if model.groups
         else "dtype: float32 holds them in fp32, for twice the memory; bf16=True then computes in bf16 as before",
     )

@@ -70,6 +70,12 @@ def test_a_rule_fires_alone(changes, rule, severity, said):
     assert found[rule].advice
 
 
+def test_adapters_beside_quantized_weights_are_not_told_to_set_what_changes_nothing():
+    (note,) = judge(prepared(stored_dtype="bfloat16", quantized=True))
+    assert "no load_in_4bit" in note.advice
+    assert "bf16=True" not in note.advice
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -76,6 +76,7 @@ def prepared_model(trainer: SpeedSFTTrainer, loaded: LoadedWeights) -> PreparedM
         train_slots=row_slots and row_slots * args.per_device_train_batch_size,
         eval_slots=row_slots and row_slots * args.per_device_eval_batch_size if trainer.eval_dataset else None,
         loads_once=bool(plugin is not None and plugin.cpu_ram_efficient_loading),
+        quantized=bool(getattr(model, "is_quantized", False)),
     )
 
 
