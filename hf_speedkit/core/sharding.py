@@ -296,7 +296,7 @@ def _low_precision(model: PreparedModel) -> Finding | None:
         severity=Severity.NOTE,
         message="weights are held in bfloat16: an update of less than 1/512 of a weight rounds away",
         evidence=(),
-        advice="TRL holds adapters of a quantized model so; beside weights in 16 bits (no load_in_4bit) they are in fp32"
+        advice="TRL holds adapters of a quantized model so; beside weights of 16 bits (no load_in_4bit) they are fp32"
         if model.quantized
         else "bf16=True holds them in fp32, for twice the memory"
         if model.groups
