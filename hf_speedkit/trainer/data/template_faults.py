@@ -1,4 +1,7 @@
-"""Whose fault it is that a chat template fails: its own, with the line, or that of a conversation, with the row."""
+"""Whose fault it is that a chat template fails: its own, with the line, or that of a conversation, with the row.
+
+And conversations that write themselves what the template writes around their messages.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hf_speedkit.core.errors import ConfigurationError, DatasetError, SpeedkitError
-from hf_speedkit.trainer.data.conversation_checks import Messages, Render, conversations_of, unrenderable
+from hf_speedkit.trainer.data.conversation_checks import (
+    Messages,
+    Render,
+    conversations_of,
+    rendered_or_none,
+    unrenderable,
+)
+from hf_speedkit.trainer.data.conversation_refusals import said_in
 
 _PLAINEST: Messages = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"})
 _SHOWN_CHARACTERS = 100
@@ -95,3 +105,34 @@ def _shown(template: Any, line: int | None) -> tuple[str, ...]:
     if line is None or not 0 < line <= len(lines):
         return ()
     return (f"line {line}: {lines[line - 1].strip()[:_SHOWN_CHARACTERS]}",)
+
+
+def marks_in_contents(
+    conversations: Sequence[tuple[Messages, dict[str, Any]]], render: Render, tokenizer: Any
+) -> str | None:
+    """What to say where messages hold special tokens that begin and end turns: they become such tokens.
+
+    Mostly a conversation was rendered before, by another template or the same, or an answer ends with an end token of
+    its own; text about models holds them too (huggingface/transformers#29279).
+
+    Args:
+        conversations: see `conversations_of`.
+        render: as for training.
+        tokenizer: whose special tokens are looked for, those that the template writes by itself.
+    """
+    plain = rendered_or_none(render, _PLAINEST, {}) or ""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    marks = [token.content for token in added if token.special and token.content.strip() and token.content in plain]
+    texts = [
+        " ".join(text for message in messages for text in said_in(message.get("content")))
+        for messages, _ in conversations
+    ]
+    found = [next((mark for mark in marks if mark in text), None) for text in texts]
+    holding = [mark for mark in found if mark is not None]
+    if not holding:
+        return None
+    return (
+        f"{holding[0]!r} stands in what messages say, in {len(holding)} of {len(found)} conversations: the tokenizer "
+        "makes of it what it makes of the template's own, so a turn begins or ends there. Take such marks out; text "
+        'that was rendered before belongs in a column "text"'
+    )

@@ -40,14 +40,13 @@ from hf_speedkit.trainer.data.conversation_roles import refuse_foreign_roles, wr
 from hf_speedkit.trainer.data.document_ends import sample_rows
 from hf_speedkit.trainer.data.empty_contents import blank_answers, blank_contents, refuse_null_contents
 from hf_speedkit.trainer.data.raw_rows import refuse_merged_prompts, trained_questions
-from hf_speedkit.trainer.data.template_faults import named_failure, refuse_broken_template
+from hf_speedkit.trainer.data.template_faults import marks_in_contents, named_failure, refuse_broken_template
 from hf_speedkit.trainer.data.tool_calls import refuse_odd_calls
 from hf_speedkit.trainer.data.unread_columns import unread_prompts
 
 logger = logging.getLogger(__name__)
 
-_SHOWN_TOKENS = 120
-_ANY_LENGTH = 1 << 62
+_SHOWN_TOKENS, _ANY_LENGTH = 120, 1 << 62
 _SAMPLED_STREAM_ROWS = 10_000
 _TOLERATED_DRY_SHARE = 0.01
 # A question may be taken for a like word nearby; where a mask is wrong, whole turns are.
@@ -101,6 +100,7 @@ class TemplateChecks:
         self._refuse(lambda: refuse_weighed_messages(conversations), name)
         questions = None if self.answers_only else trained_questions(sample)
         lost = (*lost_answers(conversations, self._train), opened_by_nothing(conversations, self._train))
+        lost = (*lost, marks_in_contents(conversations, self._train, self.tokenizer))
         said = (unread_prompts(sample), written_roles(conversations, self._train, rows=sample), questions, *lost)
         for sentence in () if self.quiet else filter(None, said):
             logger.warning("%s documents: %s", name, sentence)

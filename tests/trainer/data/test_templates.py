@@ -413,3 +413,15 @@ def test_a_processor_of_images_renders_text_as_it_is_trained_on(caplog):
     caplog.clear()
     TemplateChecks(tokenizer, None, "strict", False, processor=processor).before(chats(), "train")
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("w4 w5 <eos> user: w6", True), ("w4 w5", False), ("w4 <unk> w5", False), (None, False)],
+    ids=["a turn of its own", "words", "no mark of the template", "nothing"],
+)
+def test_marks_of_the_template_inside_a_message_are_said(content, said, caplog):
+    messages = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": content}]
+    rows = Dataset.from_list([{"messages": messages}] * 2)
+    TemplateChecks(tokenizer_with(PLAIN), None, "warn", False).before(rows, "train")
+    assert ("'<eos>' stands in what messages say, in 2 of 2 conversations" in caplog.text) is said
