@@ -68,7 +68,7 @@ def settings(config: Path, argv: Sequence[str]) -> dict[str, Any]:
         raise ConfigurationError(
             f"{str(config)!r} holds no settings",
             evidence=(f"read as YAML it is: {' '.join(str(values).split()) or 'empty'}",),
-            mend="write one `key: value` a line",
+            mend="save it as UTF-8 text" if isinstance(values, UnicodeDecodeError) else "write one `key: value` a line",
         )
     return values | {name: _plain(value) for name, value in options(argv)}
 

@@ -160,7 +160,7 @@ def warn_of_long_warmup(args: Any, steps: int) -> None:
     schedule = word_of(args.lr_scheduler_type)
     if args.warmup_steps >= 1 and warmup >= steps > 0 and schedule != "constant":
         logger.warning(
-            "warmup_steps=%d is all of this run of %d steps: the learning rate ends at %.3g, not at %.3g; "
-            "warmup_steps=%d would be a tenth", warmup, steps, args.learning_rate * min(1.0, steps / warmup),
+            "warmup_steps=%d is all of this run of %d steps: its last step has a learning rate of %.3g, not %.3g; "
+            "warmup_steps=%d would be a tenth", warmup, steps, args.learning_rate * (steps - 1) / warmup,
             args.learning_rate, max(1, steps // 10),
         )  # fmt: skip

@@ -113,7 +113,7 @@ def test_a_key_that_does_not_exist_is_named(changed):
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(b"", "None"), (b"- a", "['a']"), (b"a: [", "expected the node content"), (b"\xff\xfe", "utf-8")],
+    [(b"", "None"), (b"- a", "['a']"), (b"a: [", "expected the node content"), (b"\xff\xfe", "save it as UTF-8")],
     ids=["empty", "a list", "broken", "no text"],
 )
 def test_a_file_without_settings_is_refused_with_what_it_is(tmp_path, content, said):

@@ -252,6 +252,7 @@ def test_settings_that_do_nothing_beside_another_are_said(tmp_path, caplog, give
 def test_a_warmup_that_outlasts_the_run_is_said(tmp_path, caplog, warmup, steps, said):
     warn_of_long_warmup(config(tmp_path, warmup_steps=warmup), steps)
     assert ("is all of this run" in caplog.text) is said
+    assert ("last step has a learning rate of 8e-06, not 2e-05" in caplog.text) is ((warmup, steps) == (10, 5))
 
 
 def test_v22_padding_free_without_packing_is_stopped_with_both_fixes_where_a_length_is_set(tmp_path):
