@@ -39,10 +39,10 @@ def another_profiler_runs(within_steps: int = 0) -> bool:
 def _acts(other: Any, within_steps: int) -> bool:
     from torch.profiler import ProfilerAction
 
+    if getattr(other, "step_rec_fn", None) is None:  # not started, or stopped: in its warm-up it keeps that action
+        return False
     # `profiler` is None in one that was made and not started, or waits.
     if other.profiler is not None and other.current_action is ProfilerAction.WARMUP:
         return True
-    if getattr(other, "step_rec_fn", None) is None:
-        return False
     coming = range(other.step_num + 1, other.step_num + 1 + within_steps)
     return any(other.schedule(step) is not ProfilerAction.NONE for step in coming)

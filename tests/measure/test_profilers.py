@@ -46,3 +46,13 @@ def test_v76_a_profiler_that_waits_is_seen_from_as_far_as_asked(within, seen):
     del waits
     gc.collect()
     assert not another_profiler_runs(within_steps=9)
+
+
+@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
+def test_a_profiler_that_was_stopped_in_its_warm_up_is_not_taken_for_one_that_warms_up():
+    """Trainer's auto_find_batch_size begins training anew: the trace of the second try was lost."""
+    stopped = profile(activities=[ProfilerActivity.CPU], schedule=schedule(wait=0, warmup=1, active=1, repeat=1))
+    stopped.start()
+    assert another_profiler_runs()
+    stopped.stop()
+    assert another_profiler_runs() is (stopped.step_rec_fn is not None)  # None since torch 2.13
