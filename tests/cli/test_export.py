@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 from checkpoint_export import whole_checkpoint
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support import tiny_llama
 from torch.distributed.checkpoint import save
 from transformers import AutoModelForCausalLM
@@ -33,6 +33,30 @@ def test_a_checkpoint_becomes_a_model_in_the_asked_type(checkpoint, tmp_path):
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [[], ["--dtype", "float16"]], ids=["stored", "float16"])
+def test_weights_that_another_trainer_saved_under_the_names_of_a_compiled_model_get_those_that_load(
+    checkpoint, tmp_path, dtype
+):
+    file = checkpoint / "model.safetensors"
+    save_file({f"_orig_mod.{name}": tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    (checkpoint / "speedkit_manifest.json").unlink(missing_ok=True)
+    said = run(checkpoint, tmp_path / "out", *dtype)
+    assert said.exit_code == 0, said.output
+    _, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not loading["missing_keys"]
+
+
+def test_weights_that_a_checkpoint_does_not_hold_are_not_exported_as_they_are_drawn(checkpoint, tmp_path):
+    file = checkpoint / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.norm.weight"]
+    save_file(weights, file, {"format": "pt"})
+    (checkpoint / "speedkit_manifest.json").unlink(missing_ok=True)
+    said = run(checkpoint, tmp_path / "out", "--dtype", "float16")
+    assert said.exit_code == 1
+    assert "1 weights are missing, such as model.norm.weight" in said.output
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,7 @@ def _reading(checkpoint: Path) -> Iterator[None]:
         ) from error
 
 
-def _refuse_other_config(model: torch.nn.Module, state: Mapping[str, torch.Tensor], checkpoint: Path) -> None:
+def _refuse_other_config(model: torch.nn.Module, state: Mapping[str, object], checkpoint: Path) -> None:
     missing = [name for name, _ in exported_tensors(model) if name not in state]
     unknown = [name for name in state if name not in model.state_dict()]
     if missing or unknown:
@@ -236,8 +236,10 @@ def _refuse_other_config(model: torch.nn.Module, state: Mapping[str, torch.Tenso
 def _export_model(checkpoint: Path, output_dir: Path, dtype: torch.dtype | None) -> None:
     import transformers
 
-    whole = [*checkpoint.glob("model*.safetensors"), *checkpoint.glob("model.safetensors.index.json")]
-    if dtype is None and whole and not is_sharded(checkpoint):
+    weights = sorted(checkpoint.glob("model*.safetensors"))
+    whole = [*weights, *checkpoint.glob("model.safetensors.index.json")]
+    compiled = not is_sharded(checkpoint) and any(map(_has_compiled_names, weights))
+    if dtype is None and whole and not is_sharded(checkpoint) and not compiled:
         # It is a model already, and loading would bring all of it to one type, fp32 decays among bf16 weights too.
         require_space(output_dir, sum(path.stat().st_size for path in whole), what="the model")
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -248,16 +250,23 @@ def _export_model(checkpoint: Path, output_dir: Path, dtype: torch.dtype | None)
     with _reading(checkpoint):
         config = transformers.AutoConfig.from_pretrained(checkpoint)
     kind = getattr(transformers, (config.architectures or ["?"])[0], transformers.AutoModelForCausalLM)
-    if is_sharded(checkpoint):
+    if is_sharded(checkpoint) or compiled:
         # transformers writes it, from a model without memory: names, tied weights and parts are its business.
         with torch.device("meta"):
             model = kind._from_config(config) if hasattr(kind, "_from_config") else kind.from_config(config)
         with _reading(checkpoint):
-            state = dict(sharded_tensors(checkpoint, dtype))
+            state = (
+                {name: export_tensor(name, tensor, dtype) for file in weights for name, tensor in _named(file)}
+                if compiled
+                else dict(sharded_tensors(checkpoint, dtype))
+            )
         _refuse_other_config(model, state, checkpoint)
     else:
         with _reading(checkpoint):
-            model = kind.from_pretrained(checkpoint, dtype="auto")
+            model, loading = kind.from_pretrained(checkpoint, dtype="auto", output_loading_info=True)
+        if loading["missing_keys"]:  # they would be exported as they were drawn
+            there = set(model.state_dict()) - set(loading["missing_keys"])
+            _refuse_other_config(model, dict.fromkeys(there), checkpoint)
         state = {name: export_tensor(name, tensor, dtype) for name, tensor in exported_tensors(model)}
     size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
     require_space(output_dir, size, what="the model")
@@ -275,5 +284,24 @@ def _export_adapters(checkpoint: Path, output_dir: Path) -> None:
         with _reading(checkpoint):
             state = {name: tensor.contiguous() for name, tensor in sharded_tensors(checkpoint, None)}
         save_file(state, output_dir / "adapter_model.safetensors", metadata={"format": "pt"})
+    elif _has_compiled_names(adapters := checkpoint / "adapter_model.safetensors"):
+        save_file(dict(_named(adapters)), output_dir / adapters.name, metadata={"format": "pt"})
     else:
-        shutil.copy(checkpoint / "adapter_model.safetensors", output_dir)
+        shutil.copy(adapters, output_dir)
+
+
+def _has_compiled_names(file: Path) -> bool:
+    """Whether weights are named as the wrapper of torch.compile names them: other trainers save them so under FSDP2."""
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as opened:
+        names: list[str] = opened.keys()  # a method of its own: it is no dict
+    return any("_orig_mod." in name for name in names)
+
+
+def _named(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of a file of weights, by the names that a loader looks for."""
+    from safetensors.torch import load_file
+
+    for name, tensor in load_file(file).items():
+        yield name.replace("_orig_mod.", ""), tensor
