@@ -105,7 +105,8 @@ class SafeCheckpoints(StreamedBatches):
     def _take_over(self, held: ExitStack, saves: bool) -> None:
         if self.args.should_save:
             run_dir = Path(self.args.output_dir)
-            if saves:
+            # Without checkpoints too: it would remove what another run there has in writing, and share its step log.
+            if saves or self.args.step_log or run_dir.is_dir():
                 held.enter_context(run_lock(run_dir))
             clean_leftovers(run_dir)
 

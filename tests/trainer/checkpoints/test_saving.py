@@ -88,11 +88,12 @@ def test_a_link_to_nowhere_does_not_keep_a_checkpoint_from_its_name(copy):
     assert settle_resume(True, copy, Reader()) == str(copy / "checkpoint-4")
 
 
-def test_a_second_run_waits_for_the_directory_and_then_is_refused(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("strategy", ["steps", "no"])
+def test_a_second_run_waits_for_the_directory_and_then_is_refused(tmp_path, monkeypatch, caplog, strategy):
     """Its start would remove what the first one has in writing."""
     monkeypatch.setattr(run_lock_module, "_POLL_S", 0.01)
     monkeypatch.setattr(run_lock_module, "_WAIT_S", 0.02)
-    trainer = small(tmp_path, max_steps=2)
+    trainer = small(tmp_path, max_steps=2, save_strategy=strategy)
     hold = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-S", "-c", hold, str(tmp_path / "_running")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -103,7 +104,8 @@ def test_a_second_run_waits_for_the_directory_and_then_is_refused(tmp_path, monk
         assert "waiting for another run" in caplog.text
         other.communicate()
     trainer.train()
-    assert names(tmp_path) == ["checkpoint-2"], "the lock is gone"
+    assert names(tmp_path) == (["checkpoint-2"] if strategy == "steps" else [])
+    assert not (tmp_path / "_running").exists()
 
 
 @pytest.mark.parametrize(
