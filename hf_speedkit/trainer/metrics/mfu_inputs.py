@@ -33,6 +33,7 @@ class FlopsInputs:
         recomputed: FLOPs of that, of counted tokens.
         tensor_clock_mhz: SM clock at which the peak is stated.
         table_tflops: what our table says of the device, whatever was given.
+        spread_over: devices that the model's layers lie on (`device_map`).
     """
 
     flops: Callable[[TokenCounts], float | None] | None = None
@@ -41,6 +42,7 @@ class FlopsInputs:
     recomputed: RecomputedFlops | None = None
     tensor_clock_mhz: float | None = None
     table_tflops: float | None = None
+    spread_over: int = 1
 
     def __post_init__(self) -> None:
         """Refuse what is no peak, function or part: the first log, behind a step, would end in it."""
@@ -65,6 +67,8 @@ class FlopsInputs:
         """With what the model and the device say where nothing was given; nothing of several devices in one process."""
         if args.n_gpu > 1:
             return self
+        if (places := len({*(getattr(model, "hf_device_map", None) or {}).values()})) > 1:
+            return replace(self, spread_over=places)
         flops = self.flops if self.flops is not None else flops_of(model)
         known = device_peak_tflops(args, model)
         return replace(

@@ -52,6 +52,12 @@ def missing_notices(args: TrainingArguments, *, attached: bool, inputs: FlopsInp
             f"start it with accelerate launch --num_processes {args.n_gpu}, which is faster as well"
         )
         return tuple(lines)
+    if inputs.spread_over > 1:
+        lines.append(
+            f"the model's layers lie on {inputs.spread_over} devices (device_map), which work one after another: no MFU, "
+            "and only one GPU's utilisation; leave device_map out, and shard it: accelerate launch with fsdp_version: 2"
+        )
+        return tuple(lines)
     if args.device.type == "cuda" and inputs.peak_tflops is None:
         name = torch.cuda.get_device_name(args.device)
         lines.append(f"no MFU: the dense peak of {name!r} is not known; pass peak_tflops=")

@@ -368,6 +368,12 @@ def test_several_gpus_in_one_process_have_no_mfu_and_are_told_how_to_start():
     assert found == FlopsInputs()  # FLOPs of all devices over one device's peak would be twice too much
     (line,) = missing_notices(args, attached=True, inputs=found)
     assert "accelerate launch --num_processes 2" in line
+    model, args = tiny(), SimpleNamespace(n_gpu=1, report_to=["wandb"], device=torch.device("cpu"))
+    model.hf_device_map = {"model.embed_tokens": 0, "model.layers.0": 0, "lm_head": 1}
+    found = FlopsInputs().completed(args, model)
+    assert found.flops is None
+    (line,) = missing_notices(args, attached=True, inputs=found)
+    assert "layers lie on 2 devices" in line
 
 
 def test_v81_a_wandb_that_is_switched_off_is_said(monkeypatch):
