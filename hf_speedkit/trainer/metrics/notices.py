@@ -54,7 +54,7 @@ def missing_notices(args: TrainingArguments, *, attached: bool, inputs: FlopsInp
         return tuple(lines)
     if inputs.spread_over > 1:
         lines.append(
-            f"the model's layers lie on {inputs.spread_over} devices (device_map), which work one after another: no MFU, "
+            f"the model's layers lie on {inputs.spread_over} devices (device_map), which work in turns: no MFU, "
             "and only one GPU's utilisation; leave device_map out, and shard it: accelerate launch with fsdp_version: 2"
         )
         return tuple(lines)
