@@ -46,7 +46,7 @@ def test_no_example_goes_untried():
 @pytest.mark.parametrize("name", SAYS)
 def test_each_example_runs(run, name):
     if name == "lora" and importlib.util.find_spec("peft") is None:
-        with pytest.raises(ConfigurationError, match="pip install peft"):
+        with pytest.raises(ConfigurationError, match='pip install "peft>='):
             run(name)
         return
     assert SAYS[name] in run(name)
