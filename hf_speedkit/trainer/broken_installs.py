@@ -54,7 +54,7 @@ def refusals_told() -> Iterator[None]:
     try:
         yield
     except SpeedkitError as stop:
-        exit_with(stop)
+        exit_with(_for_a_script(stop))
     except KeyboardInterrupt as stop:
         frame = traceback.extract_tb(stop.__traceback__)[-1]
         place = f"  it was at {frame.filename}:{frame.lineno}, in {frame.name}"
@@ -65,6 +65,15 @@ def refusals_told() -> Iterator[None]:
             raise
         traceback.print_exception(error)  # whose fault it is gets guessed at; a report needs the whole
         exit_with(broken)
+
+
+def _for_a_script(stop: SpeedkitError) -> SpeedkitError:
+    """A line of Python that mends `dataset` with what makes a file of it: a recipe's user has settings alone."""
+    if stop.mend is None or re.match(r"(roles = .*; )?dataset = ", stop.mend) is None:
+        return stop
+    then = '          in Python, on the rows of dataset_name; then dataset.to_json("mended.jsonl"), and here '
+    mend = f"{stop.mend}\n{then}--dataset_name mended.jsonl"
+    return type(stop)(stop.what, evidence=stop.evidence, mend=mend, regardless=stop.regardless)
 
 
 def _causes(error: BaseException) -> list[BaseException]:

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 import hf_speedkit
 from hf_speedkit.cli import main
-from hf_speedkit.core.errors import ConfigurationError, InstallationError
+from hf_speedkit.core.errors import ConfigurationError, DatasetError, InstallationError
 from hf_speedkit.trainer.broken_installs import broken_install, refusals_told
 
 
@@ -122,3 +122,15 @@ def test_script_command_line_and_doctor_end_with_it(install, monkeypatch, capsys
     assert shown.exit_code == 1
     assert "trl 1." in shown.output
     assert 'install --force-reinstall --no-deps "trl' in shown.output
+
+
+@pytest.mark.parametrize(
+    ("mend", "more"),
+    [("dataset = dataset.map(f)", True), ('roles = {"gpt": "b"}; dataset = dataset.map(f)', True), ("lr: 1", False)],
+)
+def test_a_script_says_where_a_line_of_python_that_mends_its_data_belongs(capsys, mend, more):
+    with pytest.raises(SystemExit), refusals_told():
+        raise DatasetError("no column to train on", mend=mend)
+    said = capsys.readouterr().err
+    assert f"Mend it:  {mend}" in said
+    assert ("--dataset_name mended.jsonl" in said) is more
