@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
+from datasets import Dataset
 from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding
 
 from hf_speedkit.core.errors import ConfigurationError, DatasetError
@@ -18,6 +21,9 @@ from hf_speedkit.packing.boundaries import IGNORE_INDEX
 from hf_speedkit.packing.row_rules import refuse_shifted_labels
 
 _ROWS = 4
+_LONGEST_S = 1.0
+"""For rows: some take a second each, tokenized or decoded as they are asked for. One is always read."""
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _PADS_LABELS = "DataCollatorForSeq2Seq(tokenizer, padding=True), which pads labels with -100"
 _LEAVE_OUT = "in a SpeedSFTTrainer leave data_collator out"
 
@@ -30,15 +36,20 @@ class Look:
         collator: that made it; the Trainer may have wrapped it.
         rows: what it was made of; none where they cannot be indexed, or hold no tokens.
         batch: None where none could be made.
+        collate: rows -> batch.
     """
 
     collator: Any
     rows: list[Any]
     batch: Any
+    collate: Callable[[list[Any]], Any] | None = None
 
 
 def looked_at(loader: Any) -> Look:
-    """Collate the first rows of a loader's dataset, up to four; random numbers are drawn again in training.
+    """Collate the first rows of a loader's dataset, up to four and to a batch; they are drawn again in training.
+
+    Dataset and collator are copies: files that a dataset opens at its first row must not be open where workers are
+    forked, and random numbers that one of them draws for itself are drawn again.
 
     Args:
         loader: of training; None: nothing is looked at, nor is what masks tokens at random.
@@ -51,8 +62,9 @@ def looked_at(loader: Any) -> Look:
     if collate is None or getattr(collator, "mlm", False):
         return Look(collator, [], None)
     with _no_numbers_drawn():
-        rows = _first_rows(loader.dataset, min(_ROWS, getattr(loader, "batch_size", None) or _ROWS))
-        return Look(collator, rows, _batch_of(collate, collator, rows) if rows else None)
+        rows = _first_rows(_apart(getattr(loader, "dataset", None)), min(_ROWS, _batch_size(loader) or _ROWS))
+        look = Look(collator, rows, None, _apart(collate))
+        return replace(look, batch=_batch_of(look)) if rows else look
 
 
 def odd_targets(look: Look, ends: set[int]) -> str | None:
@@ -84,9 +96,13 @@ def odd_targets(look: Look, ends: set[int]) -> str | None:
             mend=f"per_device_train_batch_size=1, or a collator of all rows: {_PADS_LABELS}",
         )
     if trained:
+        what = (
+            f"the data_collator, a {kind}, makes targets of {trained} of {len(masked)} tokens that labels of the rows"
+        )
+        if not _reads_no_labels(look):
+            return f"{what} leave out. It reads the labels: look whether that is meant"
         raise ConfigurationError(
-            f"the data_collator, a {kind}, makes targets of {trained} of {len(masked)} tokens that labels of the rows "
-            "leave out",
+            f"{what} leave out",
             evidence=(f"in the first {len(pairs)} rows: it does not read their labels",),
             mend=f"{_PADS_LABELS}; {_LEAVE_OUT}",
             regardless='dataset.remove_columns("labels") (of prompts and completions: completion_only_loss=False)',
@@ -112,13 +128,28 @@ def odd_targets(look: Look, ends: set[int]) -> str | None:
             "the model learns to write and the loss is a mean over. Rows without padding and a collator that pads "
             f"({_PADS_LABELS}), or labels of -100 there"
         )
-    last = [given[-1] for row, given in pairs if row and row[-1] in ends]
-    if last and all(label == IGNORE_INDEX for label in last):
+    return _lost_ends(look, pairs, ends)
+
+
+def _lost_ends(look: Look, pairs: list[tuple[list[int], list[int]]], ends: set[int]) -> str | None:
+    last = [(row[-1], given[-1]) for row, given in pairs if row and row[-1] in ends]
+    if not last or any(label != IGNORE_INDEX for _, label in last):
+        return None
+    kind, padding = (
+        type(look.collator).__name__,
+        getattr(getattr(look.collator, "tokenizer", None), "pad_token_id", None),
+    )
+    if all(token == padding for token, _ in last):
         return (
             f"the data_collator, a {kind}, takes the end token out of the targets (it masks every pad_token), "
             f"so the model does not learn to stop. {_PADS_LABELS}; {_LEAVE_OUT}; or a pad_token of its own"
         )
-    return None
+    if len(last) == 1:  # a collator may mask some targets at random
+        return None
+    return (
+        f"the end token is a target in none of {len(last)} rows that end with it, so the model does not learn to stop: "
+        f"the data_collator, a {kind}, or a mask of the rows leaves it out"
+    )
 
 
 @contextmanager
@@ -133,28 +164,78 @@ def _no_numbers_drawn() -> Iterator[None]:
         np.random.set_state(numpy)
 
 
+def _batch_size(loader: Any) -> int | None:
+    """Rows of a batch; accelerate's loaders (1.15) leave that to their sampler."""
+    own = getattr(loader, "batch_size", None)
+    return own or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+
+
+def _apart(thing: Any) -> Any:
+    """A shallow copy: what is set in it is not set in the original. So are what it wraps and draws numbers from."""
+    if isinstance(thing, (Dataset, FunctionType, type)) or not hasattr(thing, "__dict__"):
+        return thing
+    try:
+        other = copy.copy(thing)
+        for name, value in vars(other).items():
+            if isinstance(value, _GENERATORS):
+                vars(other)[name] = copy.deepcopy(value)
+            elif name in ("dataset", "data_collator"):
+                vars(other)[name] = _apart(value)
+            elif name == "datasets" and isinstance(value, (list, tuple)):
+                vars(other)[name] = [*map(_apart, value)]
+    except Exception:  # noqa: BLE001 (anybody's class; what cannot be copied is looked at itself)
+        return thing
+    return other
+
+
 def _first_rows(dataset: Any, number: int) -> list[Any]:
     """The first rows, where they hold tokens."""
+    rows: list[Any] = []
+    until = time.monotonic() + _LONGEST_S
     try:
-        rows = [dataset[at] for at in range(min(number, len(dataset)))]
+        for at in range(min(number, len(dataset))):
+            rows.append(dataset[at])
+            if not isinstance(rows[-1], Mapping) or not _ints(rows[-1].get("input_ids")):
+                return []
+            if time.monotonic() > until:
+                break
     except Exception:  # noqa: BLE001 (a stream, or a dataset that fails: training says so in its own words)
-        return []
-    if not all(isinstance(row, Mapping) and _ints(row.get("input_ids")) for row in rows):
         return []
     return rows
 
 
-def _batch_of(collate: Callable[[list[Any]], Any], collator: Any, rows: list[Any]) -> Any:
+def _batch_of(look: Look) -> Any:
     try:
-        return collate(copy.deepcopy(rows))
+        return _collated(look, look.rows)
     except Exception as error:  # collators raise what they like, and training will say so at its first batch
-        if isinstance(collator, (DataCollatorForLanguageModeling, DataCollatorWithPadding)) and "labels" in rows[0]:
+        lengths = {len(_ints(row.get("labels"))) for row in look.rows}
+        padding = isinstance(look.collator, (DataCollatorForLanguageModeling, DataCollatorWithPadding))
+        if padding and len(lengths) > 1 and _without_labels(look) is not None:
             raise ConfigurationError(
-                f"the data_collator, a {type(collator).__name__}, does not pad the labels of the rows",
+                f"the data_collator, a {type(look.collator).__name__}, does not pad the labels of the rows",
                 evidence=(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",),
                 mend=f"{_PADS_LABELS}; {_LEAVE_OUT}",
             ) from error
         return None
+
+
+def _collated(look: Look, rows: Sequence[Any]) -> Any:
+    return look.collate(copy.deepcopy(rows)) if look.collate is not None else None
+
+
+def _without_labels(look: Look) -> Any:
+    """The batch of the same rows without their labels; None where there is none."""
+    try:
+        return _collated(look, [{name: row[name] for name in row if name != "labels"} for row in look.rows])
+    except Exception:  # noqa: BLE001 (see `_batch_of`)
+        return None
+
+
+def _reads_no_labels(look: Look) -> bool:
+    """Whether a collator makes the same labels of rows without any."""
+    with _no_numbers_drawn():
+        labels, made = (_tensor(batch, "labels") for batch in (look.batch, _without_labels(look)))
+    return labels is not None and made is not None and torch.equal(labels, made)
 
 
 def _pairs(rows: Sequence[Any], batch: Any) -> list[tuple[list[int], list[int]]]:
@@ -184,21 +265,25 @@ def later_documents(batch: Any) -> torch.Tensor | None:
 
     Args:
         batch: as training will get it. Positions that begin again tell documents, or else the cu_seq_lens_q of one row;
-            padding is no document.
+            those that leave some out do not (what teaches a longer context has them), and padding is no document, nor
+            is anything behind the last target.
     """
-    ids, positions, mask = (_tensor(batch, name) for name in ("input_ids", "position_ids", "attention_mask"))
+    names = ("input_ids", "position_ids", "attention_mask", "labels")
+    ids, positions, mask, labels = (_tensor(batch, name) for name in names)
     if ids is None:
         return None
     begins = torch.zeros_like(ids, dtype=torch.bool)
     offsets = batch.get("cu_seq_lens_q")
     if positions is not None and positions.shape == ids.shape:
-        begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+        begins[:, 1:] = positions[:, 1:] <= positions[:, :-1]
     elif "position_ids" not in batch and isinstance(offsets, torch.Tensor) and len(ids) == 1:
-        begins[0, offsets[1:-1].long()] = True
+        begins[0, offsets[(offsets > 0) & (offsets < ids.shape[1])].long()] = True  # the last may come several times
     else:
         return None
     if mask is not None and mask.shape == ids.shape:
         begins[:, 1:] &= mask[:, 1:].bool() & mask[:, :-1].bool()
+    if labels is not None and labels.shape == ids.shape:
+        begins &= (labels != IGNORE_INDEX).flip(1).cumsum(1).flip(1).bool()
     return begins
 
 

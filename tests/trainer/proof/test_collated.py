@@ -176,5 +176,5 @@ def test_both_trainers_look_before_step_1(tmp_path, caplog):
         processing_class=tiny_tokenizer(),
         data_collator=collator,
     )  # fmt: skip
-    with pytest.raises(ConfigurationError, match="targets of 2 of 2 tokens"):
+    with pytest.raises(ConfigurationError, match="targets of 1 of 1 tokens"):
         ours.train()
