@@ -42,8 +42,11 @@ def needs_in(lines: Iterable[str], *, optional: bool = False) -> Mapping[str, Ne
 
 
 def is_below(version: str, lowest: str) -> bool:
-    """Whether a release is older than another; what images have, 5.23.0.dev0 and 2.11.0a0+nv26.4, counts as theirs."""
-    return _numbers(version) < _numbers(lowest)
+    """Whether a release is older than another; what images have, 5.23.0.dev0 and 2.11.0a0+nv26.4, counts as theirs.
+
+    What a build without git's tags calls itself, "0.0.0" or "0+unknown", says nothing and is not.
+    """
+    return () < _numbers(version) < _numbers(lowest)
 
 
 def same_name(name: str) -> str:

@@ -84,8 +84,12 @@ def require_best_metric(trainer: Any) -> None:
     raise ConfigurationError(
         f"metric_for_best_model={metric!r} is nothing that an evaluation of this training returns: it would end there",
         evidence=(evaluated,),
-        mend=f'metric_for_best_model="{prefixes[0]}{nearest((names or [asked])[0], _EVALUATED) or "loss"}"',
+        mend=f'metric_for_best_model="eval_{prefixes[0]}{_meant((names or [asked])[0])}"',
     )
+
+
+def _meant(metric: str) -> str:
+    return next((name for name in _EVALUATED if metric.endswith(name)), nearest(metric, _EVALUATED) or "loss")
 
 
 def _hooks(trainer: Any) -> list[Any]:

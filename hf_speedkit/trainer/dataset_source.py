@@ -21,7 +21,7 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 """What datasets 5.2 unpacks by itself."""
 _KINDS = f"the id of a dataset on the Hub, a folder, or a file ({', '.join(_LOADERS)}, also as .gz)"
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-_BLOCK_BYTES = 1 << 24
+_BLOCK_BYTES, _READ_BYTES = 1 << 24, 1 << 30
 
 
 def load_rows(name: str, config: str | None = None, *, split: str = "train") -> Any:
@@ -96,11 +96,14 @@ def _loader(path: Path) -> str | None:
 
 
 def _refuse_other_encoding(path: Path) -> None:
-    """Refuse JSON that is no UTF-8: Arrow keeps such bytes, and whoever reads them as text fails. A second for 1 GB."""
+    """Refuse JSON that is no UTF-8: Arrow keeps such bytes, and whoever reads them as text fails.
+
+    The first GB is looked at, which takes a second.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")()
     lines = 1
     with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
+        while file.tell() < _READ_BYTES and (block := file.read(_BLOCK_BYTES)):
             try:
                 decoder.decode(block)
             except UnicodeDecodeError as error:

@@ -58,3 +58,10 @@ def test_a_packed_file_is_read_and_what_a_folder_holds_beside_what_is_read_is_sa
 def test_a_disk_without_room_for_the_cache_of_datasets_is_not_taken_for_a_wrong_name():
     full = OSError("Not enough disk space. Needed: Unknown size")  # datasets 5.2, builder.py: without an errno
     assert "HF_DATASETS_CACHE" in dataset_source._unreadable("rows.jsonl", full).mend
+
+
+def test_no_more_of_a_large_file_is_decoded_than_a_second_takes(tmp_path, monkeypatch):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b"\xe9")
+    monkeypatch.setattr(dataset_source, "_READ_BYTES", 0)
+    dataset_source._refuse_other_encoding(file)

@@ -41,6 +41,7 @@ def install(tmp_path, monkeypatch):
     [
         ("5.22.9", True), ("5.23.0", False), ("5.23.0.dev0", False), ("5.23rc1", False), ("6", False), ("5.9", True),
         ("5.23.0+nv26.4", False), ("1!5.23", False), ("4.57.1", True), ("2026.1.0", False),
+        ("0.0.0", False), ("0+unknown", False), ("0.1", True),
     ],
 )  # fmt: skip
 def test_a_release_is_below_another_by_its_numbers(version, below):

@@ -242,14 +242,25 @@ def unrenderable(messages: Messages, error: Exception, *, row: int | None = None
 
 def _other_arguments(messages: Messages, said: str) -> str | None:
     """The mend where a template wants the arguments of calls as an object and has a text, or the other way round."""
-    calls = [call for message in messages for call in message.get("tool_calls") or ()]
-    given = [(call.get("function") or call).get("arguments") for call in calls]
+    given = [arguments_of(call) for call in calls_of(messages)]
     into = 'call["function"]["arguments"] = json.'
     if any(isinstance(one, str) for one in given) and ("mapping" in said or "'items'" in said):
         return f'{into}loads(...) for each call, then Dataset.from_list(rows, on_mixed_types="use_json")'
     if any(isinstance(one, Mapping) for one in given) and 'not "dict"' in said:
         return f"{into}dumps(...) for each call: the template writes arguments as the text that they are"
     return None
+
+
+def calls_of(messages: Messages) -> list[Mapping[str, Any]]:
+    """The calls of tools in messages; what has another form (one text of JSON) is none."""
+    lists = [message.get("tool_calls") for message in messages]
+    return [call for calls in lists if isinstance(calls, list) for call in calls if isinstance(call, Mapping)]
+
+
+def arguments_of(call: Mapping[str, Any]) -> Any:
+    """The arguments of a call, beside the function's name or inside `function`."""
+    function = call.get("function")
+    return (function if isinstance(function, Mapping) else call).get("arguments")
 
 
 def _whole(render: Render, messages: Messages, arguments: Mapping[str, Any]) -> str:

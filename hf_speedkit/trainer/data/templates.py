@@ -41,7 +41,7 @@ from hf_speedkit.trainer.data.document_ends import sample_rows
 from hf_speedkit.trainer.data.empty_contents import blank_answers, blank_contents, refuse_null_contents
 from hf_speedkit.trainer.data.raw_rows import refuse_merged_prompts, trained_questions
 from hf_speedkit.trainer.data.template_faults import marks_in_contents, named_failure, refuse_broken_template
-from hf_speedkit.trainer.data.tool_calls import refuse_odd_calls
+from hf_speedkit.trainer.data.tool_calls import refuse_odd_calls, unfilled_columns
 from hf_speedkit.trainer.data.unread_columns import unread_prompts
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,8 @@ class TemplateChecks:
         for sentence in () if self.quiet else filter(None, said):
             logger.warning("%s documents: %s", name, sentence)
         self._refuse(lambda: refuse_reasoning_line(conversations, self._infer), name)
-        self._refuse(lambda: refuse_odd_calls(conversations, self._train), name)
+        unfilled = unfilled_columns(dataset, sample)
+        self._refuse(lambda: refuse_odd_calls(conversations, self._train, unfilled=unfilled), name)
         self._refuse(lambda: refuse_lost_messages(conversations, self._train), name)
         differences = self._refuse(lambda: rendering_differences(conversations, self._train, self._infer), name) or []
         warning = self._refuse(lambda: judge_differences(differences, len(conversations), prompts=prompts), name)

@@ -40,7 +40,8 @@ def unread_prompts(rows: Sequence[Mapping[str, Any]]) -> str | None:
 def _system_beside(value: Any, row: Mapping[str, Any]) -> bool:
     texts = _prompt_texts(row)
     seen = one_line(" ".join(texts))
-    return isinstance(value, str) and bool(value.strip()) and bool(texts) and not written(value, seen)
+    # One word is a name, of the system that wrote the row for example.
+    return isinstance(value, str) and len(value.split()) > 1 and bool(texts) and not written(value, seen)
 
 
 def _tools_beside(value: Any, row: Mapping[str, Any]) -> bool:

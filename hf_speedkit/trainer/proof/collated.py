@@ -219,7 +219,7 @@ def _batch_of(look: Look) -> Any:
         return None
 
 
-def _collated(look: Look, rows: Sequence[Any]) -> Any:
+def _collated(look: Look, rows: list[Any]) -> Any:
     return look.collate(copy.deepcopy(rows)) if look.collate is not None else None
 
 

@@ -89,19 +89,21 @@ def _ask_once(trainer: Trainer, *, function: bool) -> None:
     code = getattr(trainer.compute_loss_func if function else type(trainer).compute_loss, "__code__", None)
     if code is not None and any(name.endswith("gradient_accumulation_steps") for name in code.co_names):
         return  # a mean that is divided by them
-    compute = trainer.compute_loss
+    compute, answered = trainer.compute_loss, False  # perhaps a function that somebody has put there: it stays
 
     @wraps(compute)
-    def asking(model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
-        if num_items_in_batch is None or not model.training:
-            return compute(model, inputs, *args, num_items_in_batch=num_items_in_batch, **kwargs)
-        del trainer.compute_loss
+    def asking(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal answered
+        number = kwargs.get("num_items_in_batch")
+        if answered or number is None or not model.training:
+            return compute(model, inputs, *args, **kwargs)
+        answered = True
         if function:
             with asked(trainer):
-                return compute(model, inputs, *args, num_items_in_batch=num_items_in_batch, **kwargs)
+                return compute(model, inputs, *args, **kwargs)
         again = dict(inputs)  # a loss may take labels out
-        loss = compute(model, inputs, *args, num_items_in_batch=num_items_in_batch, **kwargs)
-        warn_of_a_mean(trainer, loss, lambda: compute(model, again, num_items_in_batch=2 * num_items_in_batch))
+        loss = compute(model, inputs, *args, **kwargs)
+        warn_of_a_mean(trainer, loss, lambda: compute(model, again, num_items_in_batch=2 * number))
         return loss
 
     trainer.compute_loss = asking

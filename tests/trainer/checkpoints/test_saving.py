@@ -162,19 +162,22 @@ class AddsRouge(TrainerCallback):
     [
         (None, {}, None),
         ("eval_mean_token_accuracy", {}, None),
-        ("mean_token_acuracy", {}, "mean_token_accuracy"),
-        ("rouge", {}, "loss"),
+        ("mean_token_acuracy", {}, "eval_mean_token_accuracy"),
+        ("rouge", {}, "eval_loss"),
         ("rouge", {"compute_metrics": dict}, None),
         ("rouge", {"callbacks": [AddsRouge()]}, None),
-        (None, {"sets": True}, "chats_loss"),
+        (None, {"sets": True}, "eval_chats_loss"),
         ("eval_tasks_loss", {"sets": True}, None),
-        ("rouge", {"sets": True, "compute_metrics": dict}, "chats_loss"),
+        ("rouge", {"sets": True, "compute_metrics": dict}, "eval_chats_loss"),
+        ("eval_x_loss", {"sets": "eval_x"}, "eval_eval_x_loss"),
+        ("eval_eval_x_loss", {"sets": "eval_x"}, None),
     ],
 )
 def test_a_best_metric_that_no_evaluation_returns_is_refused_before_step_1(tmp_path, metric, more, meant):
     rows = tokenized([9, 20], seed=7)
     more = dict(more)
-    sets = {"chats": rows, "tasks": rows} if more.pop("sets", False) else rows
+    given = more.pop("sets", None)
+    sets = {given: rows} if isinstance(given, str) else {"chats": rows, "tasks": rows} if given else rows
     measured = more.pop("compute_metrics", None)
     trainer = small(
         tmp_path, max_steps=1, eval_dataset=sets, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True,

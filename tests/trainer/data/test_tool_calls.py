@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 from chat_rows import PLAIN, chat, tokenizer_with, trainer_for
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 from hf_speedkit.core.errors import DatasetError
 from hf_speedkit.trainer.data.raw_rows import one_format
@@ -29,6 +29,7 @@ def called(arguments, content=""):
 WRITES_TOOLS = "{% for t in tools or [] %}{{ t|tojson }}{% endfor %}" + PLAIN.replace(
     "m.content +", "m.content + (m.tool_calls|tojson if m.tool_calls else '') +"
 )
+STRICT = [{**tool("call"), "strict": strict} for strict in (None, True)]
 TWO_TOOLS = [[tool("call", a="string")], [tool("call", b="string")]]
 
 
@@ -43,12 +44,33 @@ TWO_TOOLS = [[tool("call", a="string")], [tool("call", b="string")]]
         ([{"messages": called('{"a": "ü"}')}], "quotes once more, in 1 of 1"),
         ([{"messages": called({"a": 1})}, {"messages": called({"a": 2})}], None),
         ([{"messages": called("w1")}], None),
+        ([{"messages": chat("w1", "w2"), "tools": json.dumps(STRICT)}], None),
+        ([{"messages": [{**chat("w1")[0], "tool_calls": '[{"a": 1}]'}]}], None),
     ],
-    ids=["tools", "tools of JSON", "a default", "nowhere a value", "inside arguments", "JSON", "objects", "a text"],
-)
+    ids=["tools", "tools of JSON", "a default", "nowhere a value", "inside arguments", "JSON", "objects", "a text",
+         "a null in JSON", "calls of JSON"],
+)  # fmt: skip
 def test_calls_and_tools_that_a_template_writes_in_another_form_are_refused(rows, message):
     with nullcontext() if message is None else pytest.raises(DatasetError, match=message):
         checks(WRITES_TOOLS).before(Dataset.from_list(rows), "train")
+
+
+NULLS = [{"messages": called({"a": 1, "b": None})}, {"messages": called({"b": 2})}]
+
+
+@pytest.mark.parametrize(
+    ("rows", "refused"),
+    [
+        (Dataset.from_list(NULLS), True),
+        (Dataset.from_list(NULLS, on_mixed_types="use_json"), False),
+        (Dataset.from_list([NULLS[0], {"messages": called({"a": 1, "b": 2})}], on_mixed_types="use_json"), False),
+        (IterableDataset.from_generator(lambda: iter(NULLS)), False),
+    ],
+    ids=["Arrow", "JSON", "JSON of one form", "a generator"],
+)
+def test_nulls_that_rows_were_given_are_no_faults_where_nothing_has_filled_them_in(rows, refused):
+    with pytest.raises(DatasetError, match="arguments without") if refused else nullcontext():
+        checks(WRITES_TOOLS).before(rows, "train")
 
 
 @pytest.mark.parametrize(
@@ -88,9 +110,10 @@ UNREAD = {"system": "w20 w21", "id": 7}
         ({"messages": chat("use call", "w2"), "functions": json.dumps([tool("call")])}, None),
         ({"messages": called({"a": 1}), "tools": [tool("call")], "functions": "def call(): ..."}, None),
         ({"messages": chat("w1", "w2"), "system": "", "functions": "[]"}, None),
+        ({"messages": chat("w1", "w2"), "system": "a-system-of-ours"}, None),
         ({"text": "w1", **UNREAD}, None),
     ],
-    ids=["system", "sharegpt", "pair", "tools", "said", "told", "read", "empty", "text"],
+    ids=["system", "sharegpt", "pair", "tools", "said", "told", "read", "empty", "a name", "text"],
 )
 def test_columns_that_belong_into_the_prompt_and_are_read_by_nothing_are_said(row, said, caplog):
     checks(WRITES_TOOLS, mode="warn").before(Dataset.from_list([row]), "train")
@@ -102,7 +125,11 @@ def test_columns_that_belong_into_the_prompt_and_are_read_by_nothing_are_said(ro
 def test_tools_of_blank_text_are_no_tools(streaming):
     rows = Dataset.from_list([{"messages": chat("w1", "w2"), "tools": tools} for tools in ("", json.dumps([1]), None)])
     rows = rows.to_iterable_dataset() if streaming else rows
-    assert [row["tools"] for row in one_format(rows, "text")] == ["[]", "[1]", None]
+    formatted = one_format(rows, "text")
+    assert [row["tools"] for row in formatted] == ["[]", "[1]", None]
+    assert formatted.column_names == rows.column_names
+    if not streaming:
+        one_format(rows.with_transform(lambda batch: {"messages": batch["messages"]}), "text")
 
 
 def test_tools_that_are_no_json_in_a_row_that_no_sample_held_are_told_as_such(tmp_path):

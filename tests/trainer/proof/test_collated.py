@@ -13,6 +13,7 @@ from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
     DataCollatorWithFlattening,
+    DataCollatorWithPadding,
     default_data_collator,
 )
 
@@ -31,6 +32,18 @@ def padded_with_the_end(side="right"):
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, side
     return tokenizer
+
+
+def without_padding():
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = None
+    return tokenizer
+
+
+def all_targets(rows):
+    """A collator that reads the labels of rows, and takes their tokens all the same."""
+    assert all(row["labels"] for row in rows)
+    return default_data_collator([{**row, "labels": row["input_ids"]} for row in rows])
 
 
 def end_to_end(rows, *, starts=-100, positions=True):
@@ -59,11 +72,12 @@ def end_to_end(rows, *, starts=-100, positions=True):
         (UNEVEN, lambda rows: default_data_collator(rows[:1]), "keeps the first of 2 rows"),
         (UNEVEN[:1], lambda rows: default_data_collator(rows[:1]), None),
         ([{"input_ids": [2, EOS], "labels": [3]}], DataCollatorForSeq2Seq(tiny_tokenizer()), None),
+        (UNEVEN, DataCollatorWithPadding(without_padding()), None),  # fails, and not for the labels
         ([{"text": "w2"}], DataCollatorForLanguageModeling(tiny_tokenizer(), mlm=False), None),
         (iter(MASKED), DataCollatorForLanguageModeling(tiny_tokenizer(), mlm=False), None),
     ],
     ids=["lost", "uneven", "kept", "flat", "separator", "packed", "joined", "cut", "none", "first", "one", "seq2seq",
-         "text", "stream"],
+         "no pad", "text", "stream"],
 )  # fmt: skip
 def test_a_collator_that_trains_on_what_rows_leave_out_is_refused(rows, collator, refused):
     with nullcontext() if refused is None else pytest.raises(ConfigurationError, match=refused):
@@ -78,6 +92,65 @@ def test_ends_that_a_collator_takes_for_padding_are_said(tokenizer, said, side):
     assert ("does not learn to stop" in (odd or "")) is said
 
 
+@pytest.mark.parametrize(
+    ("rows", "collator", "size", "said"),
+    [
+        (UNEVEN, lambda rows: default_data_collator(rows[:1]), 1, None),
+        (UNEVEN, DataCollatorForLanguageModeling(padded_with_the_end(), mlm=False), 1, "targets of 1 of 1 tokens"),
+        (MASKED, all_targets, 2, "It reads the labels"),
+        (TEXTS, lambda rows: {"labels": torch.tensor([[2, 3, 4, -100], [5, 6, -100, -100]]), **padded(rows)}, 2,
+         "the end token is a target in none of 2 rows"),
+        (TEXTS, lambda rows: {"labels": torch.tensor([[2, 3, 4, -100]]), **padded(rows)}, 1, None),  # perhaps by chance
+    ],
+    ids=["first of one", "one", "reads labels", "ends", "an end"],
+)  # fmt: skip
+def test_a_look_is_as_large_as_a_batch_and_says_what_it_has_checked(rows, collator, size, said):
+    loader = SimpleNamespace(dataset=rows, collate_fn=collator, batch_size=None)
+    loader.batch_sampler = SimpleNamespace(batch_size=size)  # as accelerate's loaders have it
+    try:
+        odd = odd_targets(looked_at(loader), {EOS})
+    except ConfigurationError as error:
+        odd = str(error)
+    assert (odd is None) is (said is None)
+    assert said is None or said in odd
+
+
+def padded(rows):
+    return {
+        "input_ids": default_data_collator([{"input_ids": (row["input_ids"] + [0])[:4]} for row in rows])["input_ids"]
+    }
+
+
+class Opens:
+    """A dataset that opens a file at its first row, draws numbers of its own and takes its time."""
+
+    file = None
+
+    def __init__(self):
+        self.random, self.read = random.Random(0), []
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, at):
+        self.file = self.file or object()
+        self.read.append((at, self.random.random()))
+        return TEXTS[0]
+
+
+def test_the_look_leaves_a_dataset_as_it_was_and_takes_a_second_at_most(monkeypatch):
+    dataset = Opens()
+    within = torch.utils.data.Subset(dataset, range(4))
+    looked_at(SimpleNamespace(dataset=within, collate_fn=DataCollatorWithFlattening()))
+    assert dataset.file is None
+    assert dataset.random.random() == random.Random(0).random()
+    assert [at for at, _ in dataset.read] == [0, 1, 2, 3]
+    monkeypatch.setattr("hf_speedkit.trainer.proof.collated._LONGEST_S", -1.0)
+    looked_at(SimpleNamespace(dataset=dataset, collate_fn=DataCollatorWithFlattening()))
+    assert [at for at, _ in dataset.read[4:]] == [0]
+    looked_at(SimpleNamespace(collate_fn=DataCollatorWithFlattening()))  # a loader of somebody's own
+
+
 @pytest.mark.parametrize("label", [0, -100])
 def test_padding_that_rows_bring_as_targets_is_said(label):
     row = {"input_ids": [2, EOS, 0, 0], "labels": [2, EOS, label, label], "attention_mask": [1, 1, 0, 0]}
@@ -86,7 +159,7 @@ def test_padding_that_rows_bring_as_targets_is_said(label):
 
 
 ONES = torch.ones(1, 7, dtype=torch.long)
-OFFSETS = torch.tensor([0, 4, 7], dtype=torch.int32)
+OFFSETS = torch.tensor([0, 4, 7, 7], dtype=torch.int32)  # of a fixed number, the last once more
 
 
 @pytest.mark.parametrize(
@@ -106,6 +179,10 @@ def test_documents_that_attention_does_not_look_for_are_refused(attention, batch
     refused = hidden_documents(given, attention)
     assert (refused is None) is (mend is None)
     assert mend is None or mend in refused.mend
+    further = {**given, "position_ids": torch.tensor([[0, 1, 2, 50, 51, 52, 53]])}  # as if the text were longer
+    assert hidden_documents(further, attention) is None
+    ended = {**given, "labels": torch.tensor([[2, 3, 4, EOS, -100, -100, -100]])}  # padding, whatever its positions
+    assert hidden_documents(ended, attention) is None
     two = {key: torch.cat([value, value]) for key, value in end_to_end(TEXTS).items()}
     assert (hidden_documents(two, attention) is None) is not attention.startswith("flash")
     padded = {"input_ids": torch.tensor([[0, 0, 2, 3]]), "position_ids": torch.tensor([[1, 1, 0, 1]])}

@@ -84,3 +84,17 @@ def test_v25_a_function_is_asked_without_another_forward_pass(tmp_path, caplog):
     assert MEAN in caplog.text
     assert passes == [True, True]
     assert computed == [computed[0], 2 * computed[0], computed[0]]
+
+
+def test_a_loss_that_was_put_into_a_trainer_stays_there(tmp_path):
+    trainer = plain_trainer.make_trainer(tmp_path, kind=Mean, max_steps=2, gradient_accumulation_steps=2)
+    computed = []
+
+    def counted(compute, name):
+        return lambda *args, **kwargs: computed.append(name) or compute(*args, **kwargs)
+
+    trainer.compute_loss = counted(trainer.compute_loss, "before")
+    attach(trainer, ThroughputCallback())
+    trainer.compute_loss = counted(trainer.compute_loss, "behind")
+    trainer.train()
+    assert computed == ["behind", "before", "before", *["behind", "before"] * 3]  # the first is asked once more
