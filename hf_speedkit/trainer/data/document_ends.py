@@ -111,5 +111,5 @@ def _say_what_is_unknown(rows: Sequence[Mapping[str, Any]], tokenizer: Any, embe
         logger.warning(
             "%s documents: the embeddings of %d tokens are zero (%s) and no embedding is trained: to the model they "
             "are all the same. trainable_token_indices=%s in the LoraConfig, or the instruct model",
-            name, len(unknown), ", ".join(map(repr, tokenizer.convert_ids_to_tokens(unknown[:5]))), unknown[:5],
+            name, len(unknown), ", ".join(map(repr, tokenizer.convert_ids_to_tokens(unknown[:5]))), unknown,
         )  # fmt: skip

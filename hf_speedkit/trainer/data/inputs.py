@@ -28,6 +28,7 @@ from hf_speedkit.trainer.launching import refuse_split_model
 if TYPE_CHECKING:
     from hf_speedkit.trainer.config import SpeedSFTConfig
 
+_MADE_ONCE = "dataset = dataset.map(dict, remove_columns=dataset.column_names).with_format(None)"
 logger = logging.getLogger(__name__)
 
 _TEMPLATE_COLUMN = "chat_template_kwargs"
@@ -76,6 +77,11 @@ def check_dataset(
         or {"prompt", "completion"} <= columns
         or formatting_func is not None
     )
+    if not usable and not streaming and dataset.format["type"] == "custom":
+        raise DatasetError(
+            f"the {name} dataset makes its rows as they are read (with_transform), and what they are is not known",
+            mend=f"{_MADE_ONCE} makes them once",
+        )
     if not usable:
         raise DatasetError(
             f"the {name} dataset has no column to train on",
@@ -155,7 +161,7 @@ def check_packing_request(
         if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
             raise DatasetError(
                 f"the {name} dataset makes its rows as they are read (with_transform), and packing plans by lengths",
-                mend="dataset.map(the same function) makes them once, or set packing=False",
+                mend=f"{_MADE_ONCE} makes them once, or set packing=False",
             )
     if isinstance(train_dataset, IterableDataset):
         check_stream_settings(args)

@@ -44,7 +44,6 @@ from hf_speedkit.trainer.sharded.preflight import (
     refuse_sharded_four_bits,
 )
 from hf_speedkit.trainer.sharded.prepared import loaded_weights
-from hf_speedkit.trainer.step.loss_head import complete_head
 from hf_speedkit.trainer.step.noise import document_noise
 
 if TYPE_CHECKING:
@@ -74,7 +73,6 @@ class StartupProof(FirstStep):
         check_wrap_class(trainer.model, plugin)
         refuse_sharded_four_bits(trainer.model, plugin)
         refuse_offload_without_host_group(plugin, dist.get_backend_config() if dist.is_initialized() else "")
-        complete_head(trainer.model)
         self._loaded = loaded_weights(trainer.model)
         shards_its_own = trainer.is_fsdp_enabled and plugin is not None and not plugin.cpu_ram_efficient_loading
         self._weights = weight_sample(trainer.model) if shards_its_own else ""

@@ -49,22 +49,6 @@ def head_refusal(model: PreTrainedModel) -> str | None:
     return None
 
 
-def complete_head(model: Any) -> None:
-    """Give an output layer the `bias` that TRL's head reads, where peft's wrapper of it has none.
-
-    peft 0.21 wraps the output layer of a model with tied embeddings for `trainable_token_indices` (what one trains new
-    tokens with); the wrapper hands on `weight` (other.py:877), merged and with its gradient, and no other attribute, so
-    that TRL 1.16 (utils.py:1633) ends in an AttributeError.
-
-    Args:
-        model: with or without adapters.
-    """
-    head = model.get_output_embeddings()
-    wrapped = getattr(head, "original_module", None)
-    if wrapped is not None and not hasattr(head, "bias") and getattr(wrapped, "bias", None) is None:
-        head.bias = None
-
-
 def add_loss_head(model: PreTrainedModel) -> None:
     """Let `model.forward` take `target_positions`, int64 [N] into the row [1, T], and return a TargetOutput.
 

@@ -44,6 +44,11 @@ def test_what_trl_can_tokenize_passes(columns):
             Dataset.from_dict({"body": ["a"]}), 'columns: body\\n.*dataset_text_field="body"', id="another name"
         ),
         pytest.param(Dataset.from_dict({"body": ["a"], "id": [1]}), '"messages" .chat.', id="no usable column"),
+        pytest.param(
+            Dataset.from_dict({"q": ["a"]}).with_transform(lambda rows: {"messages": [[TURN]]}),
+            "dataset.map.dict, ",
+            id="made as they are read",
+        ),
         pytest.param(Dataset.from_dict({"prompt": ["a"]}), '"prompt" and "completion"', id="prompt alone"),
         pytest.param(Dataset.from_dict({"messages": ["hi"]}), "not conversations", id="messages of text"),
         pytest.param(Dataset.from_dict({"messages": ['[{"a": 1}]']}), "json.loads", id="messages of JSON"),

@@ -68,13 +68,14 @@ class _Wrapped(torch.nn.Module):
 
     def __init__(self, layer):
         super().__init__()
-        self.original_module = layer
+        self.token_adapter = torch.nn.Module()
+        self.token_adapter.base_layer = layer
 
     def __getattr__(self, name):
-        return self.original_module.weight if name == "weight" else super().__getattr__(name)
+        return self.token_adapter.base_layer.weight if name == "weight" else super().__getattr__(name)
 
     def forward(self, hidden):
-        return self.original_module(hidden)
+        return self.token_adapter.base_layer(hidden)
 
 
 def test_an_output_layer_that_peft_has_wrapped_trains_on_trls_head_which_reads_a_bias(tmp_path):
