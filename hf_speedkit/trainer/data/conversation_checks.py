@@ -253,8 +253,8 @@ def _other_arguments(messages: Messages, said: str) -> str | None:
 
 def calls_of(messages: Messages) -> list[Mapping[str, Any]]:
     """The calls of tools in messages; what has another form (one text of JSON) is none."""
-    lists = [message.get("tool_calls") for message in messages]
-    return [call for calls in lists if isinstance(calls, list) for call in calls if isinstance(call, Mapping)]
+    calls = (call for message in messages for call in message.get("tool_calls") or ())
+    return [call for call in calls if isinstance(call, Mapping)]
 
 
 def arguments_of(call: Mapping[str, Any]) -> Any:

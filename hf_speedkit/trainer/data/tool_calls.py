@@ -64,8 +64,7 @@ def without_blank_tools(dataset: Any) -> Any:
         return dataset.map(_no_tools, features=dataset.features) if there else dataset
     if "tools" not in dataset.column_names or getattr(dataset.features["tools"], "dtype", "") != "string":
         return dataset
-    blank = dataset.format["type"] != "custom" and _has_blank(dataset, "tools")  # what a function makes is not there
-    return dataset.map(_no_tools) if blank else dataset
+    return dataset.map(_no_tools) if _has_blank(dataset, "tools") else dataset
 
 
 def _has_blank(dataset: Any, column: str) -> bool:

@@ -309,10 +309,14 @@ def test_documents_that_were_prepared_by_the_user_are_checked_all_the_same(tmp_p
         trainer.evaluate(Dataset.from_dict({"text": ["w1"]}))
 
 
-@pytest.mark.parametrize(("row", "frozen", "said"), [(5, True, True), (5, False, False), (9, True, False)])
-def test_tokens_that_adapters_leave_unknown_are_said(row, frozen, said, caplog):
+@pytest.mark.parametrize(
+    ("zeros", "frozen", "said"),
+    [([5], True, True), ([5], False, False), ([30], True, False), ([*range(5, 12)], True, True)],
+)
+def test_tokens_that_adapters_leave_unknown_are_said(zeros, frozen, said, caplog):
     model = tiny_llama().requires_grad_(not frozen)
-    model.get_input_embeddings().weight.data[[0, row]] = 1e-20  # padding has no embedding to miss
-    rows = Dataset.from_dict({"input_ids": [[2, 5, 0, 1], [2, 3, 1]]})
+    model.get_input_embeddings().weight.data[[0, *zeros]] = 1e-20  # padding has no embedding to miss
+    rows = Dataset.from_dict({"input_ids": [[2, *range(5, 12), 0, 1], [2, 3, 1]]})
     say_what_is_odd(rows, tokenizer_with(PLAIN), model, "train")
-    assert ("embeddings of 1 tokens are zero ('<t>')" in caplog.text) is said
+    assert (f"embeddings of {len(zeros)} tokens are zero ('<t>'" in caplog.text) is said
+    assert (f"trainable_token_indices={zeros} " in caplog.text) is said

@@ -38,7 +38,7 @@ TWO_TOOLS = [[tool("call", a="string")], [tool("call", b="string")]]
     [
         ([{"messages": chat("w1", "w2"), "tools": tools} for tools in TWO_TOOLS], "2 of 2 tools have fields .*\n.*'b'"),
         ([{"messages": chat("w1", "w2"), "tools": json.dumps(tools)} for tools in TWO_TOOLS], None),
-        ([{"messages": chat("w1", "w2"), "tools": [tool("call", a={"default": None, "enum": ["x"]})]}], None),
+        ([{"messages": chat("w1", "w2"), "tools": [tool("call", a={"default": value})]} for value in (None, "x")], None),
         ([{"messages": chat("w1", "w2"), "tools": [{**tool("call"), "strict": None}]}], None),  # OpenAI's client does
         ([{"messages": called({"a": {"b": 1}})}, {"messages": called({"a": {"c": 1}})}], "arguments without .*\n.*'c'"),
         ([{"messages": called('{"a": "ü"}')}], "quotes once more, in 1 of 1"),
@@ -108,12 +108,13 @@ UNREAD = {"system": "w20 w21", "id": 7}
         ),
         ({"messages": [{"role": "system", "content": "w20  w21"}, *chat("w1", "w2")], **UNREAD}, None),
         ({"messages": chat("use call", "w2"), "functions": json.dumps([tool("call")])}, None),
-        ({"messages": called({"a": 1}), "tools": [tool("call")], "functions": "def call(): ..."}, None),
+        ({"messages": called({"a": 1}), "tools": [tool("call")], "functions": json.dumps([tool("other")])}, None),
+        ({"messages": chat("w1", "w2"), "functions": "def call(): ..."}, None),
         ({"messages": chat("w1", "w2"), "system": "", "functions": "[]"}, None),
         ({"messages": chat("w1", "w2"), "system": "a-system-of-ours"}, None),
         ({"text": "w1", **UNREAD}, None),
     ],
-    ids=["system", "sharegpt", "pair", "tools", "said", "told", "read", "empty", "a name", "text"],
+    ids=["system", "sharegpt", "pair", "tools", "said", "told", "read", "code", "empty", "a name", "text"],
 )
 def test_columns_that_belong_into_the_prompt_and_are_read_by_nothing_are_said(row, said, caplog):
     checks(WRITES_TOOLS, mode="warn").before(Dataset.from_list([row]), "train")
