@@ -38,7 +38,7 @@ TWO_TOOLS = [[tool("call", a="string")], [tool("call", b="string")]]
     [
         ([{"messages": chat("w1", "w2"), "tools": tools} for tools in TWO_TOOLS], "2 of 2 tools have fields .*\n.*'b'"),
         ([{"messages": chat("w1", "w2"), "tools": json.dumps(tools)} for tools in TWO_TOOLS], None),
-        ([{"messages": chat("w1", "w2"), "tools": [tool("call", a={"default": value})]} for value in (None, "x")], None),
+        ([{"messages": chat("w1", "w2"), "tools": [tool("call", a={"default": one})]} for one in (None, "x")], None),
         ([{"messages": chat("w1", "w2"), "tools": [{**tool("call"), "strict": None}]}], None),  # OpenAI's client does
         ([{"messages": called({"a": {"b": 1}})}, {"messages": called({"a": {"c": 1}})}], "arguments without .*\n.*'c'"),
         ([{"messages": called('{"a": "ü"}')}], "quotes once more, in 1 of 1"),
