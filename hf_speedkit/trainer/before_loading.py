@@ -151,7 +151,7 @@ def require_kernels(
         if subject is None:
             return
         if isinstance(model, str):
-            refuse_stored_quantized(subject, adapted=adapted, given=given, capability=_capability(args.device))
+            refuse_stored_quantized(subject, adapted=adapted, given=given, capability=lambda: _capability(args.device))
         _require(model, subject, args, options, dtype)
 
     agree(look)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from hf_speedkit.core.errors import ConfigurationError
@@ -17,7 +18,7 @@ _OWN_TRAINING = ("torchao", "compressed-tensors", "bitnet")
 
 
 def refuse_stored_quantized(
-    config: Any, *, adapted: bool, given: bool, capability: tuple[int, int] | None = None
+    config: Any, *, adapted: bool, given: bool, capability: Callable[[], tuple[int, int] | None]
 ) -> None:
     """Refuse a checkpoint in 8 or 4 bits that transformers would load in full and then refuse to train.
 
@@ -28,7 +29,8 @@ def refuse_stored_quantized(
         config: the model's.
         adapted: adapters are trained, and the stored weights stay as they are.
         given: the job brings a quantization_config of its own.
-        capability: of the GPU; None for a CPU, where transformers loads FP8 and MXFP4 in 16 bits by itself.
+        capability: gives the GPU's, asked for only where it counts; None for a CPU, where transformers loads FP8 and
+            MXFP4 in 16 bits by itself.
 
     Raises:
         ConfigurationError: with the model, or the setting, that trains.
@@ -38,7 +40,7 @@ def refuse_stored_quantized(
         return
     told = stored if isinstance(stored, dict) else vars(stored)
     method = word_of(told.get("quant_method"))
-    if told.get("dequantize") or (method in _IN_16_BITS and _is_loaded_in_16_bits(method, capability)):
+    if told.get("dequantize") or (method in _IN_16_BITS and _is_loaded_in_16_bits(method, capability())):
         return
     if method in _OWN_TRAINING or (adapted and method not in _NO_ADAPTERS):
         return

@@ -85,7 +85,15 @@ def test_an_absent_file_is_refused(tmp_path):
         summarize_trace(tmp_path / "none.json")
 
 
-@pytest.mark.parametrize("events", ["", "{}", "null", "1, 2, 3", "[]", '"text"'])
+@pytest.mark.parametrize("events", ["null", "1, 2, 3", "[]", '"text"'])
+def test_an_array_that_holds_other_things_than_events_is_no_trace(tmp_path, events):
+    path = tmp_path / "trace.json"
+    path.write_text(f'{{"traceEvents": [{events}]}}')
+    with pytest.raises(TraceError, match="no trace"):
+        summarize_trace(path)
+
+
+@pytest.mark.parametrize("events", ["", "{}"])
 def test_an_array_without_events_is_an_empty_unknown_trace(tmp_path, events):
     summary = read_bytes(tmp_path, f'{{"traceEvents": [{events}]}}'.encode())
     assert summary is not None

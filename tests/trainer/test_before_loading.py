@@ -145,11 +145,11 @@ def test_a_checkpoint_that_is_stored_quantized_is_refused_where_transformers_wou
 ):
     config = AutoConfig.for_model("llama", quantization_config={"quant_method": method})
     if mend is None:
-        refuse_stored_quantized(config, adapted=adapted, given=False, capability=capability)
+        refuse_stored_quantized(config, adapted=adapted, given=False, capability=lambda: capability)
         return
-    refuse_stored_quantized(config, adapted=adapted, given=True, capability=capability)
+    refuse_stored_quantized(config, adapted=adapted, given=True, capability=lambda: capability)
     with pytest.raises(ConfigurationError, match=mend):
-        refuse_stored_quantized(config, adapted=adapted, given=False, capability=capability)
+        refuse_stored_quantized(config, adapted=adapted, given=False, capability=lambda: capability)
     if capability == (8, 0):  # on a CPU as well
         config.save_pretrained(tmp_path / "model")
         with pytest.raises(ConfigurationError, match=mend):
