@@ -62,6 +62,6 @@ def test_a_disk_without_room_for_the_cache_of_datasets_is_not_taken_for_a_wrong_
 
 def test_no_more_of_a_large_file_is_decoded_than_a_second_takes(tmp_path, monkeypatch):
     file = tmp_path / "rows.jsonl"
-    file.write_bytes(b"\xe9")
+    file.write_bytes(b"\xe9\n")
     monkeypatch.setattr(dataset_source, "_READ_BYTES", 0)
     dataset_source._refuse_other_encoding(file)

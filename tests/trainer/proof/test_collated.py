@@ -20,7 +20,7 @@ from transformers import (
 from hf_speedkit import KernelAssertionCallback, PackedCollator, SpeedSFTConfig, SpeedSFTTrainer, attach
 from hf_speedkit.core.errors import ConfigurationError, KernelAssertionError, PackingError
 from hf_speedkit.trainer.proof.collated import Look, looked_at, odd_targets
-from hf_speedkit.trainer.proof.flattening import hidden_documents
+from hf_speedkit.trainer.proof.flattening import hidden_documents, rows_by_content
 
 EOS = 1
 MASKED = [{"input_ids": [2, 3, 4, EOS], "labels": [-100, -100, 4, EOS]} for _ in range(2)]
@@ -183,6 +183,8 @@ def test_documents_that_attention_does_not_look_for_are_refused(attention, batch
     assert hidden_documents(further, attention) is None
     ended = {**given, "labels": torch.tensor([[2, 3, 4, EOS, -100, -100, -100]])}  # padding, whatever its positions
     assert hidden_documents(ended, attention) is None
+    assert rows_by_content(end_to_end(TEXTS)) is not None
+    assert rows_by_content(end_to_end(TEXTS[:1])) is None
     two = {key: torch.cat([value, value]) for key, value in end_to_end(TEXTS).items()}
     assert (hidden_documents(two, attention) is None) is not attention.startswith("flash")
     padded = {"input_ids": torch.tensor([[0, 0, 2, 3]]), "position_ids": torch.tensor([[1, 1, 0, 1]])}
