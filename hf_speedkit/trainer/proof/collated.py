@@ -88,7 +88,7 @@ def odd_targets(look: Look, ends: set[int]) -> str | None:
     rows, batch, kind = look.rows, look.batch, type(look.collator).__name__
     pairs = _pairs(rows, batch)
     masked = [now for row, given in pairs for label, now in zip(row[1:], given[1:], strict=True) if label < 0]
-    trained = sum(label != IGNORE_INDEX for label in masked)
+    trained = sum(label >= 0 for label in masked)  # a loss of one's own may leave out -1
     ids = _tensor(batch, "input_ids")
     if ids is not None and len(rows) > 1 and ids.tolist() == [_ints(rows[0]["input_ids"])]:
         raise ConfigurationError(
@@ -283,7 +283,7 @@ def later_documents(batch: Any) -> torch.Tensor | None:
     if mask is not None and mask.shape == ids.shape:
         begins[:, 1:] &= mask[:, 1:].bool() & mask[:, :-1].bool()
     if labels is not None and labels.shape == ids.shape:
-        begins &= (labels != IGNORE_INDEX).flip(1).cumsum(1).flip(1).bool()
+        begins &= (labels >= 0).flip(1).cumsum(1).flip(1).bool()
     return begins
 
 
@@ -321,7 +321,7 @@ def _trained_padding(batch: Any) -> int:
     mask, labels = _tensor(batch, "attention_mask"), _tensor(batch, "labels")
     if mask is None or labels is None or mask.shape != labels.shape:
         return 0
-    return int(((mask == 0) & (labels != IGNORE_INDEX)).sum())
+    return int(((mask == 0) & (labels >= 0)).sum())
 
 
 def _start(line: list[int], tokens: list[int]) -> int | None:

@@ -72,12 +72,14 @@ def end_to_end(rows, *, starts=-100, positions=True):
         (UNEVEN, lambda rows: default_data_collator(rows[:1]), "keeps the first of 2 rows"),
         (UNEVEN[:1], lambda rows: default_data_collator(rows[:1]), None),
         ([{"input_ids": [2, EOS], "labels": [3]}], DataCollatorForSeq2Seq(tiny_tokenizer()), None),
+        ([{"input_ids": [2, 3, EOS, 0], "labels": [-1, 3, EOS, -1], "attention_mask": [1, 1, 1, 0]}],
+         default_data_collator, None),  # for a loss with ignore_index=-1
         (UNEVEN, DataCollatorWithPadding(without_padding()), None),  # fails, and not for the labels
         ([{"text": "w2"}], DataCollatorForLanguageModeling(tiny_tokenizer(), mlm=False), None),
         (iter(MASKED), DataCollatorForLanguageModeling(tiny_tokenizer(), mlm=False), None),
     ],
     ids=["lost", "uneven", "kept", "flat", "separator", "packed", "joined", "cut", "none", "first", "one", "seq2seq",
-         "no pad", "text", "stream"],
+         "minus 1", "no pad", "text", "stream"],
 )  # fmt: skip
 def test_a_collator_that_trains_on_what_rows_leave_out_is_refused(rows, collator, refused):
     with nullcontext() if refused is None else pytest.raises(ConfigurationError, match=refused):
@@ -181,8 +183,9 @@ def test_documents_that_attention_does_not_look_for_are_refused(attention, batch
     assert mend is None or mend in refused.mend
     further = {**given, "position_ids": torch.tensor([[0, 1, 2, 50, 51, 52, 53]])}  # as if the text were longer
     assert hidden_documents(further, attention) is None
-    ended = {**given, "labels": torch.tensor([[2, 3, 4, EOS, -100, -100, -100]])}  # padding, whatever its positions
-    assert hidden_documents(ended, attention) is None
+    for ignored in (-100, -1):  # padding, whatever its positions
+        ended = {**given, "labels": torch.tensor([[2, 3, 4, EOS, ignored, ignored, ignored]])}
+        assert hidden_documents(ended, attention) is None
     assert rows_by_content(end_to_end(TEXTS)) is not None
     assert rows_by_content(end_to_end(TEXTS[:1])) is None
     two = {key: torch.cat([value, value]) for key, value in end_to_end(TEXTS).items()}
