@@ -196,13 +196,13 @@ def leave_terminal(streams: Sequence[int] = (1, 2)) -> None:
         streams: file descriptors.
     """
     for stream in streams:
-        gone = stat.S_ISFIFO(os.fstat(stream).st_mode)
         try:
+            gone = stat.S_ISFIFO(os.fstat(stream).st_mode)
             os.write(stream, b"" if gone else b"\n")
-        except OSError:
+        except OSError:  # also of a stream that is closed: this runs in the middle of a step
             gone = True
-        if gone:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
+        nowhere = os.open(os.devnull, os.O_WRONLY) if gone else stream
+        if nowhere != stream:
             os.dup2(nowhere, stream)
             os.close(nowhere)
 

@@ -93,9 +93,12 @@ def test_what_is_printed_behind_a_lost_connection_goes_nowhere_and_a_file_keeps_
         for lost in (terminal, pipe):
             with pytest.raises(OSError, match=r"Input/output|Broken pipe"):
                 os.write(lost, b"a progress bar")
-        leave_terminal([terminal, pipe, file])
-        for stream in (terminal, pipe, file):
+        closed = os.dup(file)
+        os.close(closed)
+        leave_terminal([terminal, pipe, file, closed])
+        for stream in (terminal, pipe, file, closed):
             os.write(stream, b"a progress bar")
+        os.close(closed)
     finally:
         for stream in (terminal, pipe, file):
             os.close(stream)
