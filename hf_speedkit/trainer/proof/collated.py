@@ -175,6 +175,8 @@ def _apart(thing: Any) -> Any:
     if isinstance(thing, (Dataset, FunctionType, type)) or not hasattr(thing, "__dict__"):
         return thing
     try:
+        if hasattr(thing, "__array__"):  # a copy of a memory map has all of it in memory
+            return thing
         other = copy.copy(thing)
         for name, value in vars(other).items():
             if isinstance(value, _GENERATORS):

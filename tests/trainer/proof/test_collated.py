@@ -123,6 +123,16 @@ def padded(rows):
     }
 
 
+class Mapped(np.ndarray):
+    """A memory map: a copy would read all of it."""
+
+    copies = 0
+
+    def __copy__(self):
+        Mapped.copies += 1
+        return self
+
+
 class Opens:
     """A dataset that opens a file at its first row, draws numbers of its own and takes its time."""
 
@@ -130,6 +140,7 @@ class Opens:
 
     def __init__(self):
         self.random, self.read = random.Random(0), []
+        self.dataset = Mapped((2,))
 
     def __len__(self):
         return 4
@@ -145,6 +156,7 @@ def test_the_look_leaves_a_dataset_as_it_was_and_takes_a_second_at_most(monkeypa
     within = torch.utils.data.Subset(dataset, range(4))
     looked_at(SimpleNamespace(dataset=within, collate_fn=DataCollatorWithFlattening()))
     assert dataset.file is None
+    assert Mapped.copies == 0
     assert dataset.random.random() == random.Random(0).random()
     assert [at for at, _ in dataset.read] == [0, 1, 2, 3]
     monkeypatch.setattr("hf_speedkit.trainer.proof.collated._LONGEST_S", -1.0)
