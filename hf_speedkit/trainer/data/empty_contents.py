@@ -90,6 +90,17 @@ def refuse_null_contents(dataset: Any, name: str) -> None:
             )
 
 
+def blanks(dataset: Any, rows: Sequence[Mapping[str, Any]], name: str, text_field: str) -> list[str]:
+    """What to say of blank contents: of a whole dataset, or of the first rows where it is a stream.
+
+    Args:
+        dataset: not tokenized.
+        rows: its first.
+        name, text_field: as for `blank_contents`.
+    """
+    return blank_contents(dataset, name, text_field) if isinstance(dataset, Dataset) else blank_answers(rows, name)
+
+
 def blank_answers(rows: Sequence[Mapping[str, Any]], name: str) -> list[str]:
     """What to say of blank answers among the first rows of a stream.
 

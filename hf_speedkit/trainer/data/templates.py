@@ -38,7 +38,7 @@ from hf_speedkit.trainer.data.conversation_refusals import (
 )
 from hf_speedkit.trainer.data.conversation_roles import refuse_foreign_roles, written_roles
 from hf_speedkit.trainer.data.document_ends import sample_rows
-from hf_speedkit.trainer.data.empty_contents import blank_answers, blank_contents, refuse_null_contents
+from hf_speedkit.trainer.data.empty_contents import blanks, refuse_null_contents
 from hf_speedkit.trainer.data.raw_rows import refuse_merged_prompts, trained_questions
 from hf_speedkit.trainer.data.template_faults import marks_in_contents, named_failure, refuse_broken_template
 from hf_speedkit.trainer.data.tool_calls import refuse_odd_calls, unfilled_columns
@@ -89,7 +89,7 @@ class TemplateChecks:
             return
         sample = sample_rows(dataset)
         self._refuse(lambda: refuse_null_contents(dataset, name), name)
-        for sentence in () if self.quiet else self._blank(dataset, sample, name):
+        for sentence in () if self.quiet else blanks(dataset, sample, name, self.text_field):
             logger.warning("%s", sentence)
         self._refuse(lambda: refuse_merged_prompts(sample, self.tokenizer), name)
         conversations = conversations_of(sample)
@@ -189,10 +189,6 @@ class TemplateChecks:
     def failure_of(self, dataset: Dataset) -> DatasetError | None:
         """The row that the template fails on, after TRL's tokenization has failed without a number."""
         return named_failure(dataset, self._train)
-
-    def _blank(self, dataset: Dataset | IterableDataset, sample: list[Any], name: str) -> list[str]:
-        whole = isinstance(dataset, Dataset)
-        return blank_contents(dataset, name, self.text_field) if whole else blank_answers(sample, name)
 
     def _refuse(self, check: Any, name: str) -> Any:
         try:
