@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_speedkit.core.errors import ConfigurationError
-from hf_speedkit.kernels.imports import is_installed
 from hf_speedkit.trainer.hardware import is_on
-from hf_speedkit.trainer.installed_versions import too_old, wanted
+from hf_speedkit.trainer.installed_versions import lacking, wanted
 
 if TYPE_CHECKING:
     from trl import ModelConfig
@@ -67,7 +66,7 @@ def require_peft(asked: str) -> None:
 
 
 def _require(package: str, asked: str, regardless: str | None = None) -> None:
-    lacks = too_old(package) if is_installed(package) else "is not installed"
+    lacks = lacking(package)
     if lacks is not None:
         raise ConfigurationError(
             f"{asked}, and the package {package!r} {lacks}",

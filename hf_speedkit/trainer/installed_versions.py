@@ -89,6 +89,16 @@ def too_old(name: str, needs: Mapping[str, Need] | None = None) -> str | None:
     return f"is {version}, older than {need.lowest}"
 
 
+def lacking(name: str, *packages: str) -> str | None:
+    """Say what keeps an optional package from being used, as the end of a sentence about it; None where nothing does.
+
+    Args:
+        name: of the distribution.
+        packages: what it is imported as, one of several is enough; `name` unless given.
+    """
+    return too_old(name) if any(map(is_installed, packages or (name,))) else "is not installed"
+
+
 def _lack(name: str, needs: Mapping[str, Need]) -> str | None:
     if _version(name) is not None:
         return too_old(name, needs)

@@ -18,7 +18,7 @@ from hf_speedkit.core.records import KernelVerdict
 from hf_speedkit.kernels.flash_packages import FLASH_PACKAGES, judge_flash
 from hf_speedkit.kernels.imports import installed_version, is_installed
 from hf_speedkit.trainer.hardware import is_on, word_of
-from hf_speedkit.trainer.installed_versions import too_old, wanted
+from hf_speedkit.trainer.installed_versions import lacking, wanted
 from hf_speedkit.trainer.setting_names import nearest
 from hf_speedkit.trainer.trackers import require_tracker_packages
 
@@ -52,7 +52,7 @@ def require_packages(args: Any) -> None:
     """
     require_tracker_packages(args.report_to)
     for setting, package, name, regardless in _needed(args):
-        lacks = too_old(name) if is_installed(package) else "is not installed"
+        lacks = lacking(name, package)
         if lacks is not None:
             raise ConfigurationError(
                 f"{setting}, and the package {package!r} {lacks}",

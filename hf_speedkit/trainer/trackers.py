@@ -9,15 +9,15 @@ from typing import Any
 
 from hf_speedkit.core.errors import ConfigurationError
 from hf_speedkit.kernels.imports import is_installed
-from hf_speedkit.trainer.installed_versions import too_old, wanted
+from hf_speedkit.trainer.installed_versions import lacking, wanted
 from hf_speedkit.trainer.setting_names import nearest
+
+logger = logging.getLogger(__name__)
 
 # transformers' names for its integrations, where a package is called otherwise; one of several is enough.
 _PACKAGES = {
     "azure_ml": ("azureml",), "flyte": ("flytekitplugins",), "tensorboard": ("tensorboard", "tensorboardX"),
 }  # fmt: skip
-logger = logging.getLogger(__name__)
-
 _NOT_TRACKERS = {"none", "all"}
 # transformers 5.23 integrations/integration_utils.py, INTEGRATION_TO_CALLBACK; a test compares.
 _TRACKERS = ("azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "kubeflow", "mlflow",
@@ -66,7 +66,7 @@ def require_tracker_packages(report_to: object) -> None:
                 mend=f"report_to: {near}" if near else f"one of {', '.join(_TRACKERS)}, or none",
             )
         packages = _PACKAGES.get(name, (name,))
-        lacks = too_old(name) if any(map(is_installed, packages)) else "is not installed"
+        lacks = lacking(name, *packages)
         if lacks is not None:
             raise ConfigurationError(
                 f"report_to is {name!r}, and the package {packages[0]!r} {lacks}",

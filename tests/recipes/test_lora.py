@@ -52,10 +52,10 @@ def test_one_80_gb_gpu_is_enough_and_one_of_48_is_not():
 
 
 def test_qlora_without_bitsandbytes_stops_before_a_download(monkeypatch):
-    from hf_speedkit.trainer import adapters
+    from hf_speedkit.trainer import installed_versions
 
     monkeypatch.setattr(recipe, "require_hardware", lambda *_, **__: None)
-    monkeypatch.setattr(adapters, "is_installed", lambda name: name != "bitsandbytes")
+    monkeypatch.setattr(installed_versions, "is_installed", lambda name: name != "bitsandbytes")
     with pytest.raises(ConfigurationError, match="'bitsandbytes' is not installed"):
         recipe.main(["--config", str(LORA), "--load_in_4bit", "true", "--report_to", "none"])
 

@@ -6,7 +6,7 @@ from support import tiny_llama
 from trl import ModelConfig
 
 from hf_speedkit.core.errors import ConfigurationError
-from hf_speedkit.trainer import adapters
+from hf_speedkit.trainer import installed_versions
 from hf_speedkit.trainer.adapters import adapter_config, complete_head, require_adapters, require_targets
 
 
@@ -15,7 +15,7 @@ def installed(monkeypatch):
     """Pretend that just these packages can be found."""
 
     def only(*packages):
-        monkeypatch.setattr(adapters, "is_installed", packages.__contains__)
+        monkeypatch.setattr(installed_versions, "is_installed", packages.__contains__)
 
     return only
 

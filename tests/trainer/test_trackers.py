@@ -4,7 +4,7 @@ import pytest
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from hf_speedkit.core.errors import ConfigurationError
-from hf_speedkit.trainer import trackers
+from hf_speedkit.trainer import installed_versions, trackers
 from hf_speedkit.trainer.before_loading import require_parts
 from hf_speedkit.trainer.trackers import require_trackers
 
@@ -43,7 +43,7 @@ def test_the_trackers_are_those_of_transformers():
 
 
 def test_a_tracker_that_either_of_two_packages_brings_is_there_with_the_other_one(monkeypatch):
-    monkeypatch.setattr(trackers, "is_installed", "tensorboardX".__eq__)
+    monkeypatch.setattr(installed_versions, "is_installed", "tensorboardX".__eq__)
     require_trackers({"report_to": "tensorboard"})
 
 

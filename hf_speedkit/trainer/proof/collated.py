@@ -135,10 +135,8 @@ def _lost_ends(look: Look, pairs: list[tuple[list[int], list[int]]], ends: set[i
     last = [(row[-1], given[-1]) for row, given in pairs if row and row[-1] in ends]
     if not last or any(label != IGNORE_INDEX for _, label in last):
         return None
-    kind, padding = (
-        type(look.collator).__name__,
-        getattr(getattr(look.collator, "tokenizer", None), "pad_token_id", None),
-    )
+    kind = type(look.collator).__name__
+    padding = getattr(getattr(look.collator, "tokenizer", None), "pad_token_id", None)
     if all(token == padding for token, _ in last):
         return (
             f"the data_collator, a {kind}, takes the end token out of the targets (it masks every pad_token), "
